@@ -1,0 +1,27 @@
+"""The commands: one file each."""
+
+import typer
+
+from kvhold import __version__
+from kvhold.cli.demo import demo
+from kvhold.cli.serve import serve
+from kvhold.cli.status import purge, status
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Keeps the KV cache of LLM engines outside the engine: shared, restored instead of recomputed.",
+)
+for _command in (serve, status, purge, demo):
+    app.command()(_command)
+
+
+@app.command()
+def version() -> None:
+    """Print kvhold's version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,3 @@
+from kvhold.cli import main
+
+main()

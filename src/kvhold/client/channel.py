@@ -1,0 +1,146 @@
+"""One session with a manager: a connected socket, its messages, and what the Welcome brought."""
+
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+import msgspec
+
+from kvhold import protocol as wire
+
+OUTBOX_LIMIT = 16 << 20
+"""Bytes that may wait for a manager that does not read; beyond it the session is given up."""
+_CREDENTIALS = struct.Struct("iII")
+_TIMEVAL = struct.Struct("@ll")
+
+
+class AttachError(Exception):
+    """No session could be had; the message says why."""
+
+
+class Channel:
+    """A session of ``hello.role`` at ``path``. One thread at a time may use it; any may :meth:`abandon` it.
+
+    Raises AttachError when nobody listens, the listener is another user's, or the manager refuses.
+    """
+
+    def __init__(self, path: Path, hello: wire.Hello, timeout: float) -> None:
+        self.path = path
+        self.lost = False
+        self._reader = wire.FrameReader()
+        self._outbox = bytearray()
+        self._inbox: list[wire.ManagerMessage] = []
+        self._buffer = bytearray(1 << 16)
+        self._patience = 0.0
+        self.arena_fd = -1
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self.socket.settimeout(timeout)
+            self.socket.connect(str(path))
+            owner = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(owner)[1] != os.getuid():
+                raise AttachError(f"{path} is another user's")
+            self.socket.sendall(wire.PREAMBLE + wire.frame(hello))
+            self.welcome = self._await_welcome(timeout)
+            self.socket.settimeout(None)
+        except OSError as error:
+            self.close()
+            raise AttachError(f"no manager answers on {path}: {error}") from None
+        except (AttachError, wire.ProtocolError, msgspec.DecodeError) as error:
+            self.close()
+            raise AttachError(str(error)) from None
+
+    def _await_welcome(self, timeout: float) -> wire.Welcome:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 1)
+            for descriptor in descriptors:
+                self.arena_fd = descriptor
+            if not data:
+                raise AttachError(f"the manager on {self.path} closed the connection")
+            self._inbox += map(wire.FROM_MANAGER.decode, self._reader.feed(data))
+            if self._inbox:
+                match self._inbox.pop(0):
+                    case wire.Welcome() as welcome:
+                        return welcome
+                    case wire.Refused(reason):
+                        raise AttachError(f"the manager on {self.path} refused: {reason}")
+                    case other:
+                        raise AttachError(f"the manager on {self.path} began with {type(other).__name__}")
+        raise AttachError(f"the manager on {self.path} did not answer within {timeout:g} s")
+
+    def send(self, message: wire.ClientMessage) -> None:
+        """Queue ``message`` and send what the socket takes now; never waits."""
+        self._outbox += wire.frame(message)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._outbox and not self.lost:
+                sent = self.socket.send(self._outbox, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                del self._outbox[:sent]
+        except BlockingIOError:
+            if len(self._outbox) > OUTBOX_LIMIT:
+                self.abandon()
+        except OSError:
+            self.abandon()
+
+    def receive(self, wait: float = 0.0) -> list[wire.ManagerMessage]:
+        """Messages that are here, or come within ``wait`` seconds; sets :attr:`lost` at the session's end."""
+        messages, self._inbox = self._inbox, []
+        self.flush()
+        while not self.lost:
+            if wait > 0 and not messages:
+                self._set_patience(wait)
+                flags = 0
+            else:
+                flags = socket.MSG_DONTWAIT
+            wait = 0.0
+            try:
+                size = self.socket.recv_into(self._buffer, 0, flags)
+                if not size:
+                    self.abandon()
+                    break
+                for body in self._reader.feed(memoryview(self._buffer)[:size]):
+                    messages.append(wire.FROM_MANAGER.decode(body))
+                if size < len(self._buffer):
+                    break
+            except BlockingIOError:
+                break
+            except (OSError, wire.ProtocolError, msgspec.DecodeError):
+                self.abandon()
+        return messages
+
+    def _set_patience(self, seconds: float) -> None:
+        """How long a blocking read may take. The socket option has microseconds, Python's own timeouts milliseconds."""
+        if seconds != self._patience:
+            microseconds = max(1, int(seconds * 1e6))
+            self.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(microseconds // 10**6, microseconds % 10**6)
+            )
+            self._patience = seconds
+
+    def abandon(self) -> None:
+        """Mark the session lost and wake whoever watches the socket; the descriptor stays until :meth:`close`."""
+        self.lost = True
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def bye(self) -> None:
+        """Say that nothing of this session is in use any more, and end it."""
+        if not self.lost:
+            self.send(wire.Bye())
+        self.abandon()
+
+    def close(self) -> None:
+        self.lost = True
+        self.socket.close()
+        if self.arena_fd >= 0:
+            os.close(self.arena_fd)
+            self.arena_fd = -1
+
+    __del__ = close

@@ -1,0 +1,150 @@
+"""Keeps one half of an engine attached to a manager, from a thread of its own.
+
+The engine's threads never connect, map, pin or start anything: they look at :attr:`Keeper.channel`, which is the
+session of this moment or None, and go on without a cache while it is None.
+"""
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from kvhold.client.channel import AttachError, Channel
+from kvhold.client.embedded import Embedded
+from kvhold.protocol import Hello
+
+log = logging.getLogger("kvhold")
+
+_CONNECT_SECONDS = 5.0
+_RETRY_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
+_TICK_SECONDS = 0.1
+
+
+class Half(Protocol):
+    """What the keeper tells the half it works for, always from the keeper's thread."""
+
+    def hello(self) -> Hello:
+        """How this half introduces itself now."""
+
+    def attached(self, channel: Channel) -> None:
+        """A session was had; it becomes :attr:`Keeper.channel` when this returns."""
+
+    def readable(self, channel: Channel) -> None:
+        """The session has messages. Called for a half that :attr:`reads` in the keeper's thread."""
+
+    def tick(self, channel: Channel) -> bool:
+        """Called at each wake-up; True asks for another soon."""
+
+
+class Keeper:
+    """Attaches ``half`` at the first of ``paths`` where a manager listens, or at ``embedded``'s, which it starts.
+
+    With a manager that others run, it stays: a lost one is waited for, never replaced by one of the engine's own.
+    """
+
+    def __init__(self, half: Half, paths: list[Path], embedded: Embedded | None, reads: bool) -> None:
+        self.channel: Channel | None = None
+        self._half = half
+        self._paths = paths
+        self._embedded = embedded
+        self._reads = reads
+        self._first = threading.Event()
+        self._stopping = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kvhold-keeper", daemon=True)
+
+    def start(self, wait: float) -> bool:
+        """Begin to attach; True if the first attempt succeeded within ``wait`` seconds."""
+        self._thread.start()
+        self._first.wait(wait)
+        return self.channel is not None
+
+    def stop(self, farewell: Callable[[], None]) -> None:
+        """Attach no more, let the half say ``farewell`` to the session it has, and end."""
+        self._stopping = True
+        farewell()
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
+        if self._embedded is not None:
+            self._embedded.close()
+
+    def wake(self) -> None:
+        """Have :meth:`Half.tick` called soon."""
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            pass
+
+    def _run(self) -> None:
+        attempt = 0
+        said = ""
+        while not self._stopping:
+            try:
+                channel = self._attach()
+                self._half.attached(channel)
+            except (AttachError, OSError, ValueError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("kvhold: not attached, the engine goes on without it: %s", error)
+                self._first.set()
+                self._pause(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
+                attempt += 1
+                continue
+            log.info("kvhold: attached to the manager on %s", channel.path)
+            attempt, said = 0, ""
+            self.channel = channel
+            self._first.set()
+            self._watch(channel)
+            self.channel = None
+            channel.abandon()  # closed once the engine's thread has let go of it too
+            if not self._stopping:
+                log.warning("kvhold: the manager on %s is gone; attaching again", channel.path)
+
+    def _attach(self) -> Channel:
+        hello = self._half.hello()
+        failure = AttachError("there is no manager")
+        for path in self._paths:
+            try:
+                channel = Channel(path, hello, _CONNECT_SECONDS)
+            except AttachError as error:
+                failure = error
+                continue
+            if self._embedded is None or path != self._embedded.path:
+                self._paths, self._embedded = [path], None
+            return channel
+        if self._embedded is None:
+            raise failure
+        self._embedded.start()
+        return Channel(self._embedded.path, hello, _CONNECT_SECONDS)
+
+    def _watch(self, channel: Channel) -> None:
+        """Return when the session is over."""
+        poller = select.poll()
+        poller.register(channel.socket, select.POLLRDHUP | (select.POLLIN if self._reads else 0))
+        poller.register(self._wake_read, select.POLLIN)
+        busy = False
+        while not self._stopping:
+            ready = dict(poller.poll(_TICK_SECONDS * 1000 if busy else None))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            events = ready.get(channel.socket.fileno(), 0)
+            if self._reads and events & select.POLLIN:
+                self._half.readable(channel)
+            busy = self._half.tick(channel)
+            if channel.lost or events & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
+                return
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        while not self._stopping and (left := end - time.monotonic()) > 0:
+            if poller.poll(left * 1000):
+                os.read(self._wake_read, 4096)
+
+

@@ -1,0 +1,41 @@
+"""The copy engine for a device."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvhold.client.arena import ArenaMapping
+from kvhold.copy.job import Job
+from kvhold.copy.layout import PagedLayout
+
+
+class Copier(Protocol):
+    """Copies blocks between one rank's KV cache and arenas. Only one thread begins copies."""
+
+    def register(self, arena: ArenaMapping) -> None:
+        """Make ``arena`` ready to be copied to and from; may take seconds, on a thread of the caller's."""
+
+    def unregister(self, arena: ArenaMapping) -> None:
+        """Undo :meth:`register`; no copy of ``arena`` runs any more."""
+
+    def begin_publish(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
+        """Copy ``blocks[i]`` to byte ``offsets[i]`` of ``arena`` after all that was submitted to the device so far."""
+
+    def begin_restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
+        """Copy byte ``offsets[i]`` of ``arena`` to ``blocks[i]`` after all that was submitted to the device so far."""
+
+    def close(self) -> None:
+        """End after the copies that were begun."""
+
+
+def make_copier(layout: PagedLayout) -> Copier:
+    """The copy engine for ``layout.device``. Raises ValueError for a device that has none."""
+    kind = layout.device.split(":")[0]
+    if kind == "cpu":
+        from kvhold.copy.host import HostCopier
+
+        return HostCopier(layout)
+    if kind == "cuda":
+        from kvhold.copy.cuda import CudaCopier
+
+        return CudaCopier(layout)
+    raise ValueError(f"kvhold: KV caches on device {layout.device!r} are not supported; cpu and cuda are")

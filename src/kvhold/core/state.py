@@ -1,0 +1,418 @@
+"""The state machine: one method takes what happened and returns what to do about it.
+
+Rules of this folder: all that decides is here, and nothing here knows what carries it out. An event costs a bounded
+amount of work; what is longer is left as a resumable piece, of which :meth:`Core.step` does one slice. Effects are to
+be carried out in order; bytes are exposed only after the change that protects them.
+
+Reading order: ``events``, ``arena``, ``catalogue``, ``sessions``, then this file from the top.
+"""
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator
+from struct import iter_unpack
+
+from kvhold.core import events as ev
+from kvhold.core.arena import Arena, align
+from kvhold.core.catalogue import Catalogue, Index, State
+from kvhold.core.events import Effect, Event, Gone, Reason, Role
+from kvhold.core.sessions import Attachment, Lease, Session, Space
+
+CREDIT_SHARE = 8
+"""One space's credits take at most an eighth of the arena: bytes that wait for a publish hold nothing to restore."""
+LEASE_SHARE = 0.75
+"""What of the arena may be leased at once; the rest stays for publishing."""
+LIMBO_SHARE = 0.5
+"""Above this share of bytes whose owners are lost but not proved dead, new sessions are refused."""
+
+Work = Iterator[list[Effect]]
+
+
+class Core:
+    """The manager's decisions over an arena of at most ``capacity`` bytes in pages of ``page`` bytes."""
+
+    def __init__(self, page: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.arena = Arena(page)
+        self.catalogue = Catalogue(self.arena)
+        self.counters: Counter[str] = Counter()
+        self.attachments: dict[int, Attachment] = {}
+        self.sessions: dict[int, Session] = {}
+        self._current: dict[str, Attachment] = {}
+        self._next_attachment = 1
+        self._work: deque[Work] = deque()
+        self._hungry: dict[tuple[int, int], None] = {}
+
+    def handle(self, event: Event) -> list[Effect]:
+        """The effects of ``event``. Events of a session that is not known (any more) have none."""
+        match event:
+            case ev.Query():
+                return self._start(self._query(event))
+            case ev.Commit():
+                return self._commit(event) + self._feed()
+            case ev.Release():
+                return self._start(self._release(event))
+            case ev.Return():
+                return self._return(event) + self._feed()
+            case ev.Open():
+                return self._open(event) + self._feed()
+            case ev.Close():
+                return self._close(event)
+            case ev.Joined():
+                return self._joined(event) + self._feed()
+            case ev.Mapped():
+                return self._mapped(event)
+            case ev.Left():
+                return self._left(event.session, event.how) + self._feed()
+            case ev.Populated():
+                self.arena.grow(event.pages)
+                return self._feed()
+            case ev.Purge():
+                return self._start(self._purge(event))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        return bool(self._work)
+
+    def step(self) -> list[Effect]:
+        """One slice of the piece of work that has waited longest."""
+        return self._start(self._work.popleft()) if self._work else []
+
+    def _start(self, work: Work) -> list[Effect]:
+        effects = next(work, None)
+        if effects is None:
+            return []
+        self._work.append(work)
+        return effects
+
+    # --- sessions -----------------------------------------------------------------------------------------------
+
+    def _joined(self, event: ev.Joined) -> list[Effect]:
+        attachment = self._current.get(event.instance)
+        if self.limbo_bytes > LIMBO_SHARE * self.arena.total > 0:
+            reason = "too many bytes wait for the end of lost engines; see `kvhold status` for their processes"
+        elif attachment is not None and attachment.world != event.world:
+            reason = f"instance {event.instance} has {attachment.world} ranks, not {event.world}"
+        elif attachment is not None and self._taken(attachment, event):
+            reason = (
+                f"instance {event.instance} already has a live {event.role} of rank {event.rank}; "
+                "give each engine its own kv_transfer_config.engine_id"
+            )
+        else:
+            reason = ""
+        if reason:
+            self.counters["refused"] += 1
+            return [ev.Refuse(event.session, reason)]
+        if attachment is None:
+            attachment = Attachment(self._next_attachment, event.instance, event.world)
+            self._next_attachment += 1
+            self.attachments[attachment.id] = self._current[event.instance] = attachment
+        session = Session(event.session, event.role, attachment, event.rank)
+        self.sessions[event.session] = attachment.sessions[event.session] = session
+        return [ev.Accept(event.session), *self._ready(attachment)]
+
+    @staticmethod
+    def _taken(attachment: Attachment, event: ev.Joined) -> bool:
+        return any(s.role is event.role and s.rank == event.rank for s in attachment.sessions.values())
+
+    def _mapped(self, event: ev.Mapped) -> list[Effect]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return []
+        session.mapped = True
+        return self._ready(session.attachment)
+
+    @staticmethod
+    def _ready(attachment: Attachment) -> list[Effect]:
+        scheduler = attachment.scheduler
+        if attachment.broken or attachment.ready or scheduler is None or not attachment.complete:
+            return []
+        attachment.ready = True
+        return [ev.Ready(scheduler.id, tuple(s.id for s in attachment.sessions.values() if s.role is Role.WORKER))]
+
+    def _left(self, session_id: int, how: Gone) -> list[Effect]:
+        session = self.sessions.get(session_id)
+        if session is None:
+            return []
+        attachment = session.attachment
+        others: list[Effect] = []
+        if not attachment.broken:
+            attachment.broken = True
+            del self._current[attachment.instance]
+            for space in attachment.spaces.values():
+                for row in space.credits:
+                    self.catalogue.move(row, State.LIMBO)
+            if how is not Gone.SAID:
+                reason = f"the {session.role} session of rank {session.rank} was lost"
+                others = [ev.Part(other, reason) for other in attachment.sessions if other != session_id]
+        if how is Gone.UNKNOWN:
+            attachment.limbo.add(session_id)
+            return others
+        attachment.limbo.discard(session_id)
+        del attachment.sessions[session_id], self.sessions[session_id]
+        if not attachment.sessions:
+            self._settle(attachment)
+        return others
+
+    def _settle(self, attachment: Attachment) -> None:
+        """All of the attachment's owners are gone for certain: what it held is free."""
+        for lease in attachment.leases.values():
+            self.catalogue.release(lease.rows[lease.skip :])
+        attachment.leases.clear()
+        for space in attachment.spaces.values():
+            for row in space.credits:
+                self.catalogue.free(row)
+            self._leave(space.index)
+        del self.attachments[attachment.id]
+
+    def _leave(self, index: Index) -> None:
+        index.users -= 1
+        self.catalogue.drop_index_if_idle(index)
+
+    def _attached(self, session_id: int) -> Attachment | None:
+        """The attachment of a scheduler session that may decide for it."""
+        session = self.sessions.get(session_id)
+        if session is None or session.role is not Role.SCHEDULER or session.attachment.broken:
+            return None
+        return session.attachment
+
+    # --- spaces and credits -------------------------------------------------------------------------------------
+
+    def _open(self, event: ev.Open) -> list[Effect]:
+        attachment = self._attached(event.session)
+        if attachment is None:
+            return []
+        size = align(sum(map(align, event.shards)))
+        if event.space in attachment.spaces or not event.key_bytes or len(event.shards) != attachment.world or not size:
+            return [ev.Refuse(event.session, f"space {event.space} opened twice or without geometry")]
+        index = self.catalogue.index(event.namespace, event.group, event.key_bytes, event.shards, size)
+        if index is None:
+            return [ev.Refuse(event.session, "the same namespace is known with another geometry")]
+        index.users += 1
+        note = ""
+        if size > self.capacity:
+            note = f"one object has {size} bytes, more than the whole arena of {self.capacity}"
+        space = attachment.spaces[event.space] = Space(index, 0 if note else event.slots)
+        self._hungry[attachment.id, event.space] = None
+        return [ev.Opened(event.session, event.space, self._target(space), note)]
+
+    def _close(self, event: ev.Close) -> list[Effect]:
+        attachment = self._attached(event.session)
+        space = attachment.spaces.get(event.space) if attachment else None
+        if attachment is not None and space is not None:
+            space.want = 0
+            self._drop_if_closed(attachment, event.space)
+        return []
+
+    def _drop_if_closed(self, attachment: Attachment, number: int) -> None:
+        space = attachment.spaces[number]
+        if space.want == 0 and not space.credits:
+            del attachment.spaces[number]
+            self._hungry.pop((attachment.id, number), None)
+            self._leave(space.index)
+
+    def _target(self, space: Space) -> int:
+        """Credits that a space should hold now."""
+        return min(space.want, max(1, self.capacity // CREDIT_SHARE // space.index.size))
+
+    def _feed(self) -> list[Effect]:
+        """Top credits up, at most one batch an event; what cannot be had now is tried again when something is freed."""
+        effects: list[Effect] = []
+        budget = ev.MAX_BATCH
+        for attachment_id, number in list(self._hungry):
+            attachment = self.attachments.get(attachment_id)
+            scheduler = attachment.scheduler if attachment else None
+            if attachment is None or attachment.broken or scheduler is None:
+                del self._hungry[attachment_id, number]
+                continue
+            space = attachment.spaces[number]
+            rows: list[int] = []
+            missing = self._target(space) - len(space.credits)
+            while len(rows) < min(missing, budget):
+                row = self.catalogue.take(space.index.size, attachment_id)
+                if row is None:
+                    break
+                rows.append(row)
+            if len(rows) == missing or missing <= 0:
+                del self._hungry[attachment_id, number]
+            if rows:
+                budget -= len(rows)
+                if budget == 0:
+                    self._work.append(self._feed_on())
+                space.credits.update(rows)
+                catalogue = self.catalogue
+                effects.append(
+                    ev.Grant(
+                        scheduler.id,
+                        number,
+                        array("I", rows).tobytes(),
+                        array("Q", [catalogue.offset[row] for row in rows]).tobytes(),
+                        array("Q", [catalogue.epoch[row] for row in rows]).tobytes(),
+                    )
+                )
+        return effects
+
+    def _feed_on(self) -> Work:
+        yield self._feed()
+
+    def _credits(self, attachment: Attachment, rows: bytes, epochs: bytes) -> Iterator[tuple[int, int, int]]:
+        """(space number, row, position) of each named slot that really is this attachment's credit."""
+        catalogue = self.catalogue
+        for position, (row, epoch) in enumerate(zip(array("I", rows), array("Q", epochs), strict=True)):
+            if row < len(catalogue.epoch) and catalogue.epoch[row] == epoch and catalogue.state[row] == State.CREDIT:
+                number = next((n for n, space in attachment.spaces.items() if row in space.credits), None)
+                if number is not None:
+                    yield number, row, position
+                    continue
+            self.counters["stale"] += 1
+
+    def _commit(self, event: ev.Commit) -> list[Effect]:
+        attachment = self._attached(event.session)
+        if attachment is None:
+            self.counters["stale"] += len(event.rows) // 4
+            return []
+        space = attachment.spaces.get(event.space)
+        whole = space is not None and len(event.keys) * 4 == len(event.rows) * space.index.key_bytes
+        if space is None or not whole or event.shards != space.index.shards:
+            return [ev.Refuse(event.session, f"commit to space {event.space} without all of its shards")]
+        index, size = space.index, space.index.key_bytes
+        previous = -1
+        for number, row, position in self._credits(attachment, event.rows, event.epochs):
+            if number != event.space:
+                self.counters["stale"] += 1
+                continue
+            space.credits.discard(row)
+            key = event.keys[position * size : position * size + size]
+            if index.get(key) is not None:
+                self.counters["duplicates"] += 1
+                self.catalogue.free(row)
+                continue
+            before = event.parent if position == 0 else event.keys[position * size - size : position * size]
+            self.catalogue.insert(row, index, key, index.get(before) if before else None)
+            self.counters["commits"] += 1
+            previous = row
+        if previous >= 0 or len(space.credits) < self._target(space):
+            self._hungry[attachment.id, event.space] = None
+        self._drop_if_closed(attachment, event.space)
+        return []
+
+    def _return(self, event: ev.Return) -> list[Effect]:
+        attachment = self._attached(event.session)
+        if attachment is None:
+            return []
+        for number, row, _ in self._credits(attachment, event.rows, event.epochs):
+            attachment.spaces[number].credits.discard(row)
+            self.catalogue.free(row)
+            self.counters["returns"] += 1
+            self._hungry[attachment.id, number] = None
+            self._drop_if_closed(attachment, number)
+        return []
+
+    # --- queries and leases -------------------------------------------------------------------------------------
+
+    def _query(self, event: ev.Query) -> Work:
+        """Match the chain in slices, leasing as it goes; answer; then mark the chain as used just now, its end first."""
+        attachment = self._attached(event.session)
+        space = attachment.spaces.get(event.space) if attachment else None
+        if attachment is None or not attachment.ready or space is None:
+            self.counters["queries"] += 1
+            yield [ev.Answer(event.session, event.op, 0, b"", Reason.DETACHED)]
+            return
+        if event.op in attachment.leases or len(event.keys) % space.index.key_bytes:
+            yield [ev.Refuse(event.session, f"operation {event.op} is in use, or its keys are torn")]
+            return
+        lease = attachment.leases[event.op] = Lease(space.index, event.skip)
+        rows, maps, width = lease.rows, space.index.maps, space.index.key_bytes
+        asked = len(event.keys) // width
+        reason = Reason.NONE
+        for start in range(0, asked, ev.MAX_BATCH):
+            found: list[int] = []
+            for (key,) in iter_unpack(f"{width}s", event.keys[start * width : (start + ev.MAX_BATCH) * width]):
+                row = maps[key[-1]].get(key)
+                if row is None:
+                    reason = Reason.NOT_STORED
+                    break
+                found.append(row)
+            allowed = max(0, self._lease_room() // space.index.size) + max(0, event.skip - start)
+            if len(found) > allowed:
+                del found[allowed:]
+                reason = Reason.BUDGET
+            self.catalogue.lease(found[max(0, event.skip - start) :])
+            rows += found
+            if reason or start + ev.MAX_BATCH >= asked:
+                break
+            yield []
+            if attachment.leases.get(event.op) is not lease:
+                return  # released, or settled, while it was being answered: what it held is free already
+        offset = self.catalogue.offset
+        self.counters["queries"] += 1
+        self.counters["keys_asked"] += asked
+        self.counters["keys_resident"] += len(rows)
+        if reason:
+            self.counters[f"keys_{reason}"] += asked - len(rows)
+        leased = array("Q", [offset[row] for row in rows[event.skip :]]).tobytes()
+        if not leased:
+            del attachment.leases[event.op]
+        chain = rows[:]
+        yield [ev.Answer(event.session, event.op, len(rows), leased, reason)]
+        for end in range(len(chain), 0, -ev.MAX_BATCH):
+            self.catalogue.touch(chain[max(0, end - ev.MAX_BATCH) : end])
+            if end > ev.MAX_BATCH:
+                yield []
+
+    def _lease_room(self) -> int:
+        held = self.catalogue.bytes[State.LEASED] + self.catalogue.bytes[State.DOOMED]
+        return int(LEASE_SHARE * self.arena.total) - held
+
+    def _release(self, event: ev.Release) -> Work:
+        session = self.sessions.get(event.session)
+        if session is None or session.role is not Role.SCHEDULER:
+            return
+        leases = [lease for op in event.ops if (lease := session.attachment.leases.pop(op, None))]
+        for lease in leases:
+            for start in range(lease.skip, len(lease.rows), ev.MAX_BATCH):
+                self.catalogue.release(lease.rows[start : start + ev.MAX_BATCH])
+                yield self._feed()
+
+    def _purge(self, event: ev.Purge) -> Work:
+        """Forget what is stored now; what is committed while this runs stays."""
+        catalogue = self.catalogue
+        last = catalogue.next_epoch
+        for start in range(0, len(catalogue.state), ev.MAX_BATCH):
+            for row in range(start, min(start + ev.MAX_BATCH, len(catalogue.state))):
+                if State.RESIDENT <= catalogue.state[row] <= State.LEASED and catalogue.epoch[row] < last:
+                    index = catalogue.indexes[catalogue.owner[row]]
+                    if event.namespace in (b"", index.namespace):
+                        catalogue.remove(row)
+                        self.counters["purged"] += 1
+            yield self._feed()
+
+    # --- accounts -----------------------------------------------------------------------------------------------
+
+    @property
+    def limbo_bytes(self) -> int:
+        """Bytes held by attachments of which some session was lost and not proved dead."""
+        total = self.catalogue.bytes[State.LIMBO]
+        for attachment in self.attachments.values():
+            if attachment.limbo:
+                total += sum(len(lease.rows[lease.skip :]) * lease.index.size for lease in attachment.leases.values())
+        return total
+
+    def accounts(self) -> dict[str, int]:
+        """Where every byte of the arena is; the values make up ``arena.total``."""
+        states = self.catalogue.bytes
+        return {
+            "free_pages": self.arena.free_pages * self.arena.page,
+            "free_slots": self.arena.free_slot_bytes,
+            "slack": self.arena.slack_bytes,
+            "credit": states[State.CREDIT],
+            "resident": states[State.RESIDENT],
+            "leased": states[State.LEASED],
+            "doomed": states[State.DOOMED],
+            "limbo": states[State.LIMBO],
+        }
+
+    @property
+    def objects(self) -> int:
+        return sum(map(len, self.catalogue.indexes.values()))

@@ -1,0 +1,40 @@
+"""How one half of a vLLM engine finds its manager, and how it introduces itself."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvhold.client.embedded import Embedded
+from kvhold.client.keeper import Half, Keeper
+from kvhold.host import default_dram
+from kvhold.client.paths import default_socket, embedded_socket
+from kvhold.engines.vllm.config import Settings
+from kvhold.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+log = init_logger(__name__)
+
+
+def instance_of(config: "VllmConfig") -> str:
+    """The engine's id: the same in its scheduler and its workers, another one for each data-parallel rank."""
+    assert config.kv_transfer_config is not None
+    return str(config.kv_transfer_config.engine_id)
+
+
+def engine_label(config: "VllmConfig") -> str:
+    """What a person recognises the engine by."""
+    return f"vLLM {config.model_config.model}"
+
+
+def make_keeper(half: Half, config: "VllmConfig", settings: Settings, reads: bool) -> Keeper:
+    """A keeper for the manager that ``settings`` name; by default the engine's own, or else the host's."""
+    if settings.socket is not None:
+        return Keeper(half, [Path(settings.socket)], None, reads)
+    own = embedded_socket(re.sub(r"_dp\d+$", "", instance_of(config)))
+    dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
+    log.info_once("kvhold: without a manager on this host the engine starts its own with %s of DRAM", format_size(dram))
+    return Keeper(half, [own, default_socket()], Embedded(own, dram, settings.huge_pages), reads)

@@ -1,0 +1,217 @@
+"""The connector that vLLM loads: one class for both halves, which live in other modules.
+
+Written against vLLM 0.32. Every method that the engine calls is guarded: what goes wrong in here becomes a cache miss
+and a line in the log, never an exception in the engine. Only the constructor and ``register_kv_caches`` may refuse.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.version import __version__ as vllm_version
+
+from kvhold.engines.vllm.config import load_settings
+from kvhold.engines.vllm.plans import CopyReport, StepPlan, WorkerReport
+from kvhold.engines.vllm.scheduler import SchedulerHalf
+from kvhold.engines.vllm.stats import KvHoldPromMetrics, KvHoldStats
+from kvhold.engines.vllm.support import check_engine, check_version
+from kvhold.engines.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = init_logger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _guarded(otherwise: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Answer ``otherwise()`` instead of raising."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                log.exception("kvhold: %s failed; the engine goes on without its result", function.__name__)
+                return otherwise()
+
+        return guarded
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector for kvhold."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        """Raises ValueError for a setting, a model or a vLLM version that cannot be served, saying what to do."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version(vllm_version)
+        check_engine(vllm_config, kv_cache_config)
+        settings = load_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                log.warning(
+                    "kvhold: kv_load_failure_policy is %r: a restore that fails would fail its request; "
+                    'set "kv_load_failure_policy": "recompute" in the kv_transfer_config',
+                    self._kv_transfer_config.kv_load_failure_policy,
+                )
+        else:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A publish that does not happen is a later miss, nothing more."""
+        return False
+
+    # --- worker -------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.report if self._worker is not None else None
+
+    @_guarded(_nothing)
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        if self._worker is not None and isinstance(self._connector_metadata, StepPlan):
+            self._worker.start_loads(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Restores are asynchronous: no forward pass needs to wait for one."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Blocks are published whole, after the step."""
+
+    @_guarded(_nothing)
+    def wait_for_save(self) -> None:
+        if self._worker is not None and isinstance(self._connector_metadata, StepPlan):
+            self._worker.start_publishes(self._connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        self.wait_for_save()  # a step without a forward pass may not have called it
+        super().clear_connector_metadata()
+
+    @_guarded(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.take_results() if self._worker is not None else KVConnectorTransferResults()
+
+    @_guarded(_nothing)
+    def build_connector_worker_meta(self) -> CopyReport | None:
+        return self._worker.take_report() if self._worker is not None else None
+
+    # --- scheduler ----------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Raises ValueError, listing the ranks, when the workers disagree about their KV cache."""
+        if self._scheduler is not None:
+            self._scheduler.bind_reports(report for report in metadata.values() if isinstance(report, WorkerReport))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    @_guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    @_guarded(_nothing)
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.plan(scheduler_output)
+
+    @_guarded(_nothing)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._scheduler is not None
+        self._scheduler.took_output(connector_output)
+
+    @_guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request)
+        return False, None
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.holding
+
+    @_guarded(lambda: True)
+    def reset_cache(self) -> bool | None:
+        """Local and immediate: this engine finds nothing of what was stored before. Other engines keep theirs."""
+        if self._scheduler is None:
+            return None
+        self._scheduler.reset()
+        return True
+
+    # --- both ---------------------------------------------------------------------------------------------------
+
+    @_guarded(_nothing)
+    def get_kv_connector_stats(self) -> KvHoldStats | None:
+        half = self._scheduler or self._worker
+        return half.take_stats() if half is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvHoldStats:
+        return KvHoldStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvHoldPromMetrics:
+        return KvHoldPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @_guarded(_nothing)
+    def shutdown(self) -> None:
+        half = self._scheduler or self._worker
+        if half is not None:
+            half.shutdown()

@@ -1,0 +1,131 @@
+"""What must be equal for two engines to share an object: everything that gives its bytes their meaning."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.version import __version__ as vllm_version
+
+from kvhold.copy.layout import PagedLayout
+from kvhold.engines.vllm.weights import weights_digest
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = init_logger(__name__)
+
+PRIVATE = "private"
+"""Stands for what cannot be identified: an engine with it in its identity shares nothing with any other."""
+LAYOUT_VERSION = 1
+"""Of kvhold's own order of bytes in an object."""
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+_RANDOM_HASHES = ("xxhash", "xxhash_cbor")
+
+
+def describe(config: "VllmConfig", cache: "KVCacheConfig", layout: PagedLayout) -> dict[str, Any]:
+    """One rank's identity as plain data, equal on all ranks of an engine but for the sizes of their shards."""
+    model, kv, parallel = config.model_config, config.cache_config, config.parallel_config
+    group = cache.kv_cache_groups[0]
+    layers = config.compilation_config.static_forward_context
+    return {
+        "kvhold_layout": LAYOUT_VERSION,
+        "engine": f"vllm {vllm_version}",
+        "weights": weights_identity(model, config.load_config.load_format),
+        "model_config": _model_config(model),
+        "dtype": str(model.dtype),
+        "quantization": repr(model.quantization),
+        "hf_overrides": repr(model.hf_overrides),
+        "group": [repr(group.kv_cache_spec), list(group.layer_names)],
+        "layers": [_layer(layers.get(name)) for name in group.layer_names],
+        "kv_layout": repr(cache.kv_cache_layout),
+        "kv_dtype": [kv.cache_dtype, *_scales(config)],
+        "block_size": kv.block_size,
+        "hash_block_size": repr(cache.hash_block_size),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "runs": [[run.layers, run.page] for run in layout.runs],
+        "device": [torch.device(layout.device).type, _machine(layout)],
+    }
+
+
+def digest(identity: dict[str, Any]) -> bytes:
+    """The 32-byte digest of :func:`describe`'s result."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
+
+
+def is_private(identity: dict[str, Any]) -> bool:
+    """Whether the engine must not share, because something about it cannot be identified."""
+    return PRIVATE in (identity["weights"], *identity["kv_dtype"])
+
+
+def namespace(base: bytes, hash_algorithm: str, hash_seed: str, salt: bytes) -> bytes:
+    """The namespace of an engine whose workers agree on ``base``; ``salt`` is empty until the engine is re-keyed."""
+    return hashlib.sha256(b"\0".join((base, hash_algorithm.encode(), hash_seed.encode(), salt))).digest()
+
+
+def hashes_are_private(hash_algorithm: str) -> bool:
+    """Whether no other engine can have the same block hashes, because their seed is random."""
+    return hash_algorithm in _RANDOM_HASHES and "PYTHONHASHSEED" not in os.environ
+
+
+def weights_identity(model: "ModelConfig", load_format: object) -> str:
+    """A string that differs for other weights. Weights that cannot be identified are shared with nobody."""
+    kind = str(getattr(load_format, "value", load_format))
+    if kind == "dummy":
+        return "dummy"  # vLLM makes them from a fixed seed and the model's configuration
+    folder = Path(model.model)
+    if not folder.is_dir() and (snapshot := _snapshot(model)) is not None:
+        folder = snapshot
+    found = weights_digest(folder) if folder.is_dir() else None
+    if found is None:
+        log.warning(
+            "kvhold: the weights of %s (load format %s) cannot be identified; this engine shares its KV cache with "
+            "no other and starts cold. Give a local folder or a downloaded revision",
+            model.model,
+            kind,
+        )
+        return PRIVATE
+    return found.hex()
+
+
+def _snapshot(model: "ModelConfig") -> Path | None:
+    """The folder of a hub model's files, where they are cached."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except Exception:  # noqa: BLE001 - whatever the hub library says, the answer is that we do not know
+        return None
+
+
+def _model_config(model: "ModelConfig") -> dict[str, Any]:
+    known = model.hf_config.to_dict()
+    return json.loads(json.dumps({k: v for k, v in known.items() if k not in _NOT_OF_THE_MODEL}, default=repr))
+
+
+def _layer(layer: Any) -> list[str]:
+    """How one attention layer keeps its KV: the backend and what it was told."""
+    backend = getattr(layer, "attn_backend", None)
+    return [
+        backend.get_name() if backend is not None else "none",
+        str(getattr(layer, "kv_cache_dtype", "")),
+        str(getattr(layer, "isa", "")),
+    ]
+
+
+def _scales(config: "VllmConfig") -> list[str]:
+    """Scales that are measured from the first requests make KV bytes that nobody else can read."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return [PRIVATE]
+    return []
+
+
+def _machine(layout: PagedLayout) -> str:
+    """What decides how a CPU backend packs its pages; a GPU's kernel is named by its backend."""
+    if layout.device != "cpu":
+        return ""
+    return f"{os.uname().machine} {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"

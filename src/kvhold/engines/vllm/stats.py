@@ -1,0 +1,82 @@
+"""What an engine counts about its cache, summed over ranks and steps, and the same as Prometheus metrics.
+
+Identity: ``tokens_asked = tokens_hit + sum of tokens_missed_*``. A token is asked about once per admission of its
+request: those of full blocks beyond the engine's own hit, the last prompt token excepted.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+
+MISSES = ("not_stored", "budget", "detached", "deadline", "load_failed", "cancelled")
+
+METRICS = {
+    "lookups": "Requests that asked for their prefix.",
+    "tokens_asked": "Prompt tokens asked for, beyond the engine's own hit.",
+    "tokens_hit": "Of those, tokens that a restore was planned for.",
+    **{f"tokens_missed_{reason}": f"Of those, tokens missed for the reason {reason}." for reason in MISSES},
+    "loads": "Restores that ended.",
+    "load_failures": "Of those, restores that failed; their requests were recomputed.",
+    "load_bytes": "Bytes restored, over all ranks.",
+    "load_seconds": "Seconds that restores took, queueing included.",
+    "publishes": "Publish batches that ended.",
+    "publish_failures": "Of those, batches that failed.",
+    "publish_bytes": "Bytes published, over all ranks.",
+    "publish_seconds": "Seconds that publishes took.",
+    "blocks_published": "Blocks handed to the manager.",
+    "blocks_without_credit": "Blocks not published when they were ready, for lack of granted slots.",
+    "blocks_over_hold_budget": "Blocks not published when they were ready, for too many held blocks.",
+    "scheduler_wait_seconds": "Seconds that the scheduler thread waited for the manager.",
+    "step_budget_exhausted": "Waits that used up a step's budget.",
+    "answers_overdue": "Questions given up because the answer did not come in time.",
+}
+
+
+class KvHoldStats(KVConnectorStats):
+    """Counters since the last report; ``data`` has only names of :data:`METRICS`."""
+
+    def add(self, name: str, value: float = 1) -> None:
+        if value:
+            self.data[name] = self.data.get(name, 0) + value
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "KvHoldStats":
+        for name, value in other.data.items():
+            self.add(name, value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(value, 6) for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KvHoldPromMetrics(KVConnectorPromMetrics):
+    """One counter per metric, ``kvhold:<name>_total``, labelled by engine."""
+
+    def __init__(
+        self,
+        config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, text in METRICS.items():
+            family = self._counter_cls(name=f"kvhold:{name}", documentation=text, labelnames=labelnames)
+            self._counters[name] = {
+                engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(value)
+

@@ -1,0 +1,243 @@
+"""The worker half: maps the arena and copies. It decides nothing, and asks the manager nothing on the engine's thread."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+
+from kvhold import protocol as wire
+from kvhold.client.arena import ArenaMapping
+from kvhold.client.channel import Channel
+from kvhold.copy.engine import Copier, make_copier
+from kvhold.copy.job import Job
+from kvhold.engines.vllm import identity
+from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
+from kvhold.engines.vllm.config import Settings
+from kvhold.engines.vllm.layout import read_layout
+from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
+from kvhold.engines.vllm.stats import KvHoldStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = init_logger(__name__)
+
+_FIRST_ATTACH_SECONDS = 30.0
+"""How long the engine's start waits for the first session: a manager is started, and the arena pinned, within it."""
+_LAST_COPY_SECONDS = 30.0
+"""How long a shutdown waits for copies that were begun; they need nobody but this process."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One session's mapping of an arena."""
+
+    token: int
+    arena: ArenaMapping
+
+
+@dataclass(slots=True)
+class Copies:
+    """Copies that were begun and not yet reported: (step in which they were planned, job) by request or batch."""
+
+    loads: dict[str, tuple[int, Job]] = field(default_factory=dict)
+    publishes: dict[int, tuple[int, Job]] = field(default_factory=dict)
+
+    def running(self, step: int) -> bool:
+        """Whether a copy planned in ``step`` or earlier has not ended."""
+        copies = [*self.loads.values(), *self.publishes.values()]
+        return any(planned <= step and not job.ended for planned, job in copies)
+
+
+class WorkerHalf:
+    """One rank's worker half, on vLLM's worker thread but for what :class:`Keeper` calls."""
+
+    def __init__(self, config: "VllmConfig", cache: "KVCacheConfig", settings: Settings) -> None:
+        self._config = config
+        self._cache = cache
+        self._rank = config.parallel_config.rank % config.parallel_config.tensor_parallel_size
+        self._world = config.parallel_config.tensor_parallel_size
+        self.stats = KvHoldStats()
+        self._keeper = make_keeper(self, config, settings, reads=True)
+        self._copier: Copier | None = None
+        self._report: WorkerReport | None = None
+        self._copies = Copies()
+        self._saved = -1  # the last step whose publishes were begun
+        # Shared with the keeper's thread, which brings and takes mappings away; never held across a copy or a call.
+        self._lock = threading.Lock()
+        self._sessions: list[Session] = []  # the newest last; older ones until nothing may use them any more
+        self._done_step = 0  # the last step all of whose copies were begun
+        self._settled_step: int | None = None  # older sessions are used by plans up to this step only
+
+    # --- for the keeper, on its thread --------------------------------------------------------------------------
+
+    def hello(self) -> wire.Hello:
+        return wire.Hello("worker", instance_of(self._config), self._rank, self._world, engine_label(self._config))
+
+    def attached(self, channel: Channel) -> None:
+        arena = ArenaMapping(channel.arena_fd, channel.welcome.arena_bytes, channel.welcome.incarnation)
+        if self._copier is not None:
+            self._copier.register(arena)
+        with self._lock:
+            self._sessions.append(Session(channel.welcome.token, arena))
+            self._settled_step = None
+        channel.send(wire.Mapped())
+
+    def readable(self, channel: Channel) -> None:
+        for message in channel.receive():
+            match message:
+                case wire.Settled(step):
+                    with self._lock:
+                        self._settled_step = step
+                case wire.Refused(reason):
+                    log.warning("kvhold: the manager ended the session: %s", reason)
+                    channel.abandon()
+                case _:
+                    pass
+
+    def tick(self, channel: Channel) -> bool:
+        """Let go of older sessions' arenas once no plan can name them and no copy uses them; True while there are any."""
+        with self._lock:
+            settled = self._settled_step
+            if len(self._sessions) < 2:
+                return False
+            if settled is None or self._done_step < settled or self._copies.running(settled):
+                return True
+            *old, newest = self._sessions
+            self._sessions = [newest]
+        for session in old:
+            self._unmap(session)
+            channel.send(wire.Retire(session.token))
+        return False
+
+    def _unmap(self, session: Session) -> None:
+        if self._copier is not None:
+            self._copier.unregister(session.arena)
+        session.arena.close()
+
+    # --- start and end ------------------------------------------------------------------------------------------
+
+    def register(self, caches: "dict[str, torch.Tensor]") -> None:
+        """Read the layout, and attach. Raises Unsupported for a layout that cannot be served."""
+        group = self._cache.kv_cache_groups[0]
+        layout = read_layout(caches, list(group.layer_names), self._cache.num_blocks)
+        described = identity.describe(self._config, self._cache, layout)
+        self._copier = make_copier(layout)
+        self._report = WorkerReport(
+            self._rank,
+            self._world,
+            identity.digest(described),
+            layout.shard_bytes,
+            identity.is_private(described),
+            f"{layout.shard_bytes} bytes a block in {len(group.layer_names)} layers, weights {described['weights'][:16]}",
+        )
+        self._keeper.start(_FIRST_ATTACH_SECONDS)
+
+    @property
+    def report(self) -> WorkerReport | None:
+        """What the scheduler half must know; None before the caches were registered."""
+        return self._report
+
+    def shutdown(self) -> None:
+        """End copies, say goodbye, unmap."""
+        end = time.monotonic() + _LAST_COPY_SECONDS
+        jobs = [job for _, job in (*self._copies.loads.values(), *self._copies.publishes.values())]
+        drained = all(job.wait(max(0.0, end - time.monotonic())) for job in jobs)
+        channel = self._keeper.channel
+        self._keeper.stop(channel.bye if channel is not None and drained else lambda: None)
+        if self._copier is not None and drained:
+            self._copier.close()
+            for session in self._sessions:
+                self._unmap(session)
+            self._sessions = []
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Begin this step's restores."""
+        for load in plan.loads:
+            self._copies.loads[load.request] = plan.step, self._begin_load(plan, load)
+
+    def start_publishes(self, plan: StepPlan) -> None:
+        """Begin this step's publishes; once per step, however often it is called."""
+        if plan.step == self._saved:
+            return
+        self._saved = plan.step
+        for publish in plan.publishes:
+            self._copies.publishes[publish.batch] = plan.step, self._begin_publish(plan, publish)
+        with self._lock:
+            self._done_step = plan.step
+            old = len(self._sessions) > 1
+        if old:
+            self._keeper.wake()
+
+    def _begin_load(self, plan: StepPlan, load: Load) -> Job:
+        arena = self._arena(plan.incarnation)
+        if arena is None or self._copier is None or not load.offsets:
+            job = Job(0)
+            job.end("the objects are not there any more")
+            return job
+        return self._copier.begin_restore(arena, load.blocks, load.offsets)
+
+    def _begin_publish(self, plan: StepPlan, publish: Publish) -> Job:
+        arena = self._arena(plan.incarnation)
+        if arena is None or self._copier is None:
+            job = Job(0)
+            job.end("the arena is gone")
+            return job
+        return self._copier.begin_publish(arena, publish.blocks, publish.offsets)
+
+    def _arena(self, incarnation: int) -> ArenaMapping | None:
+        with self._lock:
+            found = [session.arena for session in self._sessions if session.arena.incarnation == incarnation]
+        return found[-1] if found else None
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Restores that have ended since the last call; failed ones are also among the received."""
+        results = KVConnectorTransferResults()
+        for request, (_, job) in list(self._copies.loads.items()):
+            if not job.ended:
+                continue
+            del self._copies.loads[request]
+            results.finished_recving.add(request)
+            self.stats.add("loads")
+            if job.error is not None:
+                log.warning("kvhold: a restore failed, its request is recomputed: %s", job.error)
+                results.failed_recving.add(request)
+                self.stats.add("load_failures")
+            else:
+                self.stats.add("load_bytes", job.size)
+                self.stats.add("load_seconds", job.seconds)
+        return results
+
+    def take_report(self) -> CopyReport | None:
+        """Publishes that have ended since the last call."""
+        report = CopyReport()
+        assert self._report is not None or not self._copies.publishes
+        for batch, (_, job) in list(self._copies.publishes.items()):
+            if not job.ended or self._report is None:
+                continue
+            del self._copies.publishes[batch]
+            self.stats.add("publishes")
+            if job.error is None:
+                report.ended[batch] = {self._rank: self._report.shard_bytes}
+                self.stats.add("publish_bytes", job.size)
+                self.stats.add("publish_seconds", job.seconds)
+            else:
+                log.warning("kvhold: a publish failed, its blocks are not kept: %s", job.error)
+                report.ended[batch] = {self._rank: -1}
+                self.stats.add("publish_failures")
+        return report if report.ended else None
+
+    def take_stats(self) -> KvHoldStats | None:
+        """Counts since the last call."""
+        if self.stats.is_empty():
+            return None
+        taken = KvHoldStats(dict(self.stats.data))
+        self.stats.reset()
+        return taken

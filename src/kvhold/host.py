@@ -1,0 +1,20 @@
+"""What this host has to give."""
+
+
+def available_memory() -> int:
+    """Bytes that the kernel thinks can be allocated without swapping, within this process's cgroup."""
+    with open("/proc/meminfo") as meminfo:
+        free = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+    try:
+        with open("/sys/fs/cgroup/memory.max") as most, open("/sys/fs/cgroup/memory.current") as current:
+            limit = most.read().strip()
+            if limit != "max":
+                free = min(free, max(0, int(limit) - int(current.read())))
+    except OSError:
+        pass
+    return free
+
+
+def default_dram() -> int:
+    """Bytes of arena that an engine's own manager takes unless told otherwise: 20% of free memory, at most 8GiB."""
+    return min(8 << 30, available_memory() // 5)

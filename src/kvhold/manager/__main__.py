@@ -1,0 +1,10 @@
+"""How an engine starts its own manager: ``python -m kvhold.manager SOCKET DRAM STARTER_FD HUGE_PAGES``."""
+
+import sys
+from pathlib import Path
+
+from kvhold.manager.config import ManagerConfig
+from kvhold.manager.process import run
+
+socket, dram, starter_fd, huge_pages = sys.argv[1:]
+sys.exit(run(ManagerConfig(Path(socket), int(dram), huge_pages == "1", starter_fd=int(starter_fd))))

@@ -1,0 +1,91 @@
+"""The DRAM arena: a sealed memfd, populated page by page before anybody may use it.
+
+A page that cannot be allocated kills whoever touches it first (SIGBUS). So it is the manager that touches, through a
+call that fails instead, and only pages that are there are ever given out; nobody can shrink the file afterwards.
+"""
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable
+
+from kvhold.core.arena import ALIGN
+from kvhold.manager.config import ConfigError
+from kvhold.host import available_memory
+from kvhold.units import format_size
+
+log = logging.getLogger(__name__)
+
+HUGE = 2 << 20
+PAGE = 64 << 20
+"""Arena page; smaller arenas have smaller ones, so that several slot sizes find room."""
+_MADV_POPULATE_WRITE = 23
+_F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def page_size(dram: int) -> int:
+    """Bytes of an arena page in an arena of ``dram`` bytes."""
+    return min(PAGE, max(HUGE, dram // 32 // HUGE * HUGE))
+
+
+class ArenaMemory:
+    """The arena's file and the manager's own mapping of it; ``pages`` whole pages of ``page`` bytes."""
+
+    def __init__(self, dram: int, huge_pages: bool) -> None:
+        self.page = page_size(dram)
+        self.pages = dram // self.page
+        if not self.pages:
+            raise ConfigError(f"dram: {format_size(dram)} is too small; give at least {format_size(HUGE)}")
+        self.bytes = self.pages * self.page
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.fd = os.memfd_create("kvhold-arena", flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0))
+        os.ftruncate(self.fd, self.bytes)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+        try:
+            self._map = mmap.mmap(self.fd, self.bytes)
+        except OSError as error:
+            need = self.bytes // HUGE
+            raise ConfigError(
+                f"huge_pages: the kernel has no {need} free huge pages of 2MiB ({error.strerror}); "
+                f"run `sysctl vm.nr_hugepages={need}` or start without huge pages"
+            ) from None
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def populate(self, added: Callable[[int], None], stop: Callable[[], bool]) -> None:
+        """Allocate page after page, saying so through ``added``; stops early, with a warning, where memory ends."""
+        reserve = max(256 << 20, available_memory() // 50)
+        for index in range(self.pages):
+            if stop():
+                return
+            short = available_memory() - self.page < reserve
+            if short or _populate(self._address + index * self.page, self.page):
+                log.warning(
+                    "arena: only %s of %s could be had, %s are left for everybody else",
+                    format_size(index * self.page),
+                    format_size(self.bytes),
+                    format_size(available_memory()),
+                )
+                return
+            added(1)
+
+
+def _populate(address: int, size: int) -> int:
+    """0, or the errno of a kernel that could not allocate ``size`` bytes at ``address``."""
+    call = _libc.madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    while call(address, size, _MADV_POPULATE_WRITE):
+        error = ctypes.get_errno()
+        if error == errno.EINVAL:  # Linux before 5.14: touch through a write that fails rather than kills
+            ctypes.memset(address, 0, size)
+            return 0
+        if error not in (errno.EINTR, errno.EAGAIN):
+            return error
+    return 0
+
+
+assert PAGE % ALIGN == 0

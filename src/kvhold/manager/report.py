@@ -1,0 +1,64 @@
+"""What a manager says about itself: one document for ``kvhold status``, the metrics and the tests."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvhold import __version__
+from kvhold.manager.connection import Stage
+
+if TYPE_CHECKING:
+    from kvhold.manager.server import Server
+
+
+def report(server: Server) -> dict[str, Any]:
+    """Plain data; sizes in bytes. ``accounts`` sum to ``arena.populated``."""
+    core = server.core
+    return {
+        "version": __version__,
+        "incarnation": server.incarnation,
+        "socket": str(server.config.socket),
+        "embedded": server.config.starter_fd is not None,
+        "uptime_seconds": time.time() - server.started,
+        "arena": {"bytes": server.memory.bytes, "populated": core.arena.total, "page": server.memory.page},
+        "accounts": core.accounts(),
+        "limbo_bytes": core.limbo_bytes,
+        "objects": core.objects,
+        "evicted": core.catalogue.evicted,
+        "counters": dict(core.counters),
+        "spaces": [
+            {
+                "namespace": index.namespace.hex(),
+                "group": index.group,
+                "objects": len(index),
+                "object_bytes": index.size,
+                "users": index.users,
+            }
+            for index in core.catalogue.indexes.values()
+        ],
+        "instances": [
+            {
+                "instance": attachment.instance,
+                "world": attachment.world,
+                "ready": attachment.ready and not attachment.broken,
+                "lost": attachment.broken,
+                "leases": len(attachment.leases),
+                "credits": sum(len(space.credits) for space in attachment.spaces.values()),
+            }
+            for attachment in core.attachments.values()
+        ],
+        "sessions": [
+            {
+                "role": connection.role,
+                "instance": connection.instance,
+                "engine": connection.engine,
+                "rank": connection.rank,
+                "pid": connection.pid,
+                "open": connection.stage is Stage.SESSION,
+                "since": connection.since,
+            }
+            for connection in server.connections.values()
+            if connection.role and connection.role != "admin"
+        ],
+    }

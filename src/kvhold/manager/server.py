@@ -1,0 +1,384 @@
+"""The manager's loop: sockets and processes in, core events through, effects out. One thread touches the core."""
+
+import logging
+import os
+import queue
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvhold import protocol as wire
+from kvhold.core import Core
+from kvhold.core import events as ev
+from kvhold.manager.config import ManagerConfig
+from kvhold.manager.connection import Connection, Stage
+from kvhold.manager.listener import Listener
+from kvhold.manager.memory import ArenaMemory
+from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
+from kvhold.manager.report import report
+from kvhold.units import format_size
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 5.0
+"""A client that has not introduced itself by then is let go."""
+MAX_CLIENTS = 256
+
+T = TypeVar("T")
+
+
+class Server:
+    """A manager of one arena on one socket. :meth:`run` returns after :meth:`stop`, or when an embedded one is alone."""
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self.config = config
+        self.listener = Listener(config.socket)
+        self.memory = ArenaMemory(config.dram, config.huge_pages)
+        self.core = Core(self.memory.page, self.memory.bytes)
+        self.incarnation = secrets.randbits(62) + 1
+        self.connections: dict[int, Connection] = {}
+        self.started = time.time()
+        self._tokens: dict[int, int] = {}  # token -> connection of a scheduler or worker session
+        self._selector = selectors.DefaultSelector()
+        self._next_id = 1
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stopping = False
+        self._starter = self._watch_starter()
+
+    # --- from other threads and signal handlers -----------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End :meth:`run`; safe in a signal handler."""
+        self._stopping = True
+        self._wake()
+
+    def call(self, function: Callable[[], T], timeout: float) -> T:
+        """``function()`` run on the loop's thread, from another one. Raises TimeoutError."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+        self._calls.put(run)
+        self._wake()
+        return future.result(timeout)
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"\0")
+        except OSError:
+            pass
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._selector.register(self.listener.socket, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        populating = threading.Thread(target=self._populate, name="kvhold-populate", daemon=True)
+        populating.start()
+        try:
+            while not self._stopping:
+                for key, mask in self._selector.select(self._patience()):
+                    key.data(mask)
+                if self.core.has_work:
+                    self._apply(self.core.step())
+                self._expire()
+                if self.config.starter_fd is not None and not self._starter and not self._engines():
+                    log.info("the last engine is gone; so is this manager")
+                    break
+        finally:
+            self._stopping = True
+            self.listener.close()
+            for connection in self.connections.values():
+                connection.close()
+            populating.join(timeout=5)
+
+    def _patience(self) -> float | None:
+        if self.core.has_work:
+            return 0
+        waiting = [c.deadline for c in self.connections.values() if c.stage in (Stage.PREAMBLE, Stage.HELLO)]
+        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for connection in list(self.connections.values()):
+            if connection.stage in (Stage.PREAMBLE, Stage.HELLO) and connection.deadline <= now:
+                self._refuse(connection, f"no introduction within {HELLO_SECONDS:g} s")
+
+    def _engines(self) -> bool:
+        return any(c.stage is Stage.SESSION and c.role != "admin" for c in self.connections.values())
+
+    def _woken(self, _: int) -> None:
+        os.read(self._wake_read, 4096)
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _populate(self) -> None:
+        def added(pages: int) -> None:
+            self._calls.put(lambda: self._apply(self.core.handle(ev.Populated(pages))))
+            self._wake()
+
+        begun = time.monotonic()
+        self.memory.populate(added, lambda: self._stopping)
+        log.info("arena populated in %.1f s", time.monotonic() - begun)
+
+    def _watch_starter(self) -> set[int]:
+        """Descriptors that become readable when the process that started an embedded manager is gone."""
+        if self.config.starter_fd is None:
+            return set()
+        watched = {self.config.starter_fd}
+        try:
+            watched.add(os.pidfd_open(os.getppid()))
+        except OSError:
+            return set()
+        for descriptor in watched:
+            self._selector.register(descriptor, selectors.EVENT_READ, self._starter_left)
+        return watched
+
+    def _starter_left(self, _: int) -> None:
+        for descriptor in self._starter:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+        self._starter = set()
+
+    # --- connections --------------------------------------------------------------------------------------------
+
+    def _accept(self, _: int) -> None:
+        try:
+            sock, _address = self.listener.socket.accept()
+        except OSError as error:
+            log.warning("cannot accept: %s", error)
+            return
+        sock.setblocking(False)
+        try:
+            if len(self.connections) >= MAX_CLIENTS:
+                raise UnknownPeer(f"{MAX_CLIENTS} clients are here already")
+            pid, pidfd = peer_pidfd(sock)
+        except UnknownPeer as error:
+            log.warning("client refused: %s", error)
+            try:
+                sock.send(wire.frame(wire.Refused(str(error))))
+            except OSError:
+                pass
+            sock.close()
+            return
+        connection = Connection(self._next_id, sock, pid, pidfd, time.monotonic() + HELLO_SECONDS)
+        self._next_id += 1
+        self.connections[connection.id] = connection
+        self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(connection))
+
+    def _ready(self, connection: Connection, mask: int) -> None:
+        # One poll may name a connection that an earlier event of the same poll has closed.
+        if mask & selectors.EVENT_WRITE:
+            self._flush(connection)
+        if mask & selectors.EVENT_READ and connection.stage is not Stage.CLOSED:
+            self._read(connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            bodies = connection.receive()
+            if bodies is None:
+                self._drop(connection)
+                return
+            for body in bodies:
+                if connection.stage is Stage.CLOSED:
+                    return
+                self._message(connection, wire.FROM_CLIENT.decode(body))
+        except wire.ProtocolError as error:
+            self._refuse(connection, str(error))
+        except (msgspec.DecodeError, ValueError) as error:
+            self._refuse(connection, f"malformed message: {error}")
+
+    def _flush(self, connection: Connection) -> None:
+        if connection.stage is Stage.CLOSED:
+            return
+        events = selectors.EVENT_READ if connection.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
+        key = self._selector.get_key(connection.sock)
+        if key.events != events:
+            self._selector.modify(connection.sock, events, key.data)
+
+    def _send(self, connection: Connection, message: wire.ManagerMessage, descriptor: int | None = None) -> None:
+        if connection.stage is Stage.CLOSED:
+            return
+        try:
+            connection.send(message, descriptor)
+        except wire.ProtocolError as error:
+            log.warning("%s let go: %s", connection, error)
+            self._drop(connection)
+            return
+        self._flush(connection)
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        log.warning("%s refused: %s", connection, reason)
+        self._send(connection, wire.Refused(reason))
+        self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        """Close a connection. What its process may still touch stays until that process is proved dead."""
+        if connection.stage is Stage.CLOSED:
+            return
+        joined = connection.stage is Stage.SESSION and connection.role != "admin"
+        self._selector.unregister(connection.sock)
+        connection.close_socket()
+        if not joined:
+            self._forget(connection)
+            return
+        if connection.said_bye:
+            how = ev.Gone.SAID
+        elif is_dead(connection.pidfd):
+            how = ev.Gone.DEAD
+        else:
+            how = ev.Gone.UNKNOWN
+        log.info("%s left%s", connection, "" if how is ev.Gone.SAID else f" ({how})")
+        effects = self.core.handle(ev.Left(connection.id, how))
+        if connection.id not in self.core.sessions:
+            self._forget(connection)
+        self._apply(effects)
+
+    def _died(self, connection: Connection) -> None:
+        if connection.id not in self.connections:
+            return
+        if connection.stage is not Stage.CLOSED:
+            self._read(connection)
+        if connection.stage is not Stage.CLOSED:
+            self._drop(connection)
+        if connection.id in self.connections:
+            log.info("%s is dead", connection)
+            effects = self.core.handle(ev.Left(connection.id, ev.Gone.DEAD))
+            self._forget(connection)
+            self._apply(effects)
+
+    def _forget(self, connection: Connection) -> None:
+        del self.connections[connection.id]
+        self._tokens = {token: id for token, id in self._tokens.items() if id != connection.id}
+        self._selector.unregister(connection.pidfd)
+        os.close(connection.pidfd)
+
+    # --- messages and effects -----------------------------------------------------------------------------------
+
+    def _message(self, connection: Connection, message: wire.ClientMessage) -> None:
+        if connection.stage is Stage.HELLO or isinstance(message, wire.Hello):
+            if connection.stage is not Stage.HELLO or not isinstance(message, wire.Hello):
+                raise wire.ProtocolError("a session starts with one Hello")
+            self._hello(connection, message)
+        elif connection.role == "admin":
+            self._admin(connection, message)
+        elif isinstance(message, wire.Bye):
+            connection.said_bye = True
+            self._drop(connection)
+        elif isinstance(message, wire.Retire):
+            self._retire(message.token)
+        else:
+            self._apply(self.core.handle(_event(connection.id, message)))
+
+    def _hello(self, connection: Connection, hello: wire.Hello) -> None:
+        if not 0 < hello.world <= 1024 or not 0 <= hello.rank < hello.world or len(hello.instance) > 256:
+            raise wire.ProtocolError(f"rank {hello.rank} of {hello.world} in instance {hello.instance[:64]!r}")
+        connection.role, connection.instance, connection.rank = hello.role, hello.instance, hello.rank
+        connection.engine, connection.step = hello.engine[:256], hello.step
+        connection.since = time.time()
+        connection.stage = Stage.SESSION
+        if hello.role == "admin":
+            self._send(connection, wire.Welcome(self.incarnation, 0, self.memory.bytes))
+            return
+        joined = ev.Joined(connection.id, ev.Role(hello.role), hello.instance, hello.rank, hello.world)
+        self._apply(self.core.handle(joined))
+
+    def _retire(self, token: int) -> None:
+        retired = self.connections.get(self._tokens.get(token, 0))
+        if retired is not None and retired.stage is Stage.CLOSED:
+            effects = self.core.handle(ev.Left(retired.id, ev.Gone.SAID))
+            self._forget(retired)
+            self._apply(effects)
+
+    def _welcome(self, connection: Connection) -> None:
+        token = secrets.randbits(62) + 1
+        self._tokens[token] = connection.id
+        log.info("%s attached: %s", connection, connection.engine or "no name given")
+        descriptor = self.memory.fd if connection.role == "worker" else None
+        self._send(connection, wire.Welcome(self.incarnation, token, self.memory.bytes), descriptor)
+
+    def _admin(self, connection: Connection, message: wire.ClientMessage) -> None:
+        match message:
+            case wire.Status():
+                self._send(connection, wire.StatusReply(msgspec.json.encode(report(self))))
+            case wire.Purge():
+                log.info("purge of %s", message.namespace.hex() or "everything")
+                self._apply(self.core.handle(ev.Purge(message.namespace)))
+                self._send(connection, wire.Purged())
+            case _:
+                raise wire.ProtocolError("an admin session may ask for status and purge only")
+
+    def _apply(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            connection = self.connections.get(effect.session)
+            if connection is None:
+                continue
+            match effect:
+                case ev.Accept():
+                    self._welcome(connection)
+                case ev.Refuse():
+                    self._refuse(connection, effect.reason)
+                case ev.Part():
+                    log.info("%s parts: %s", connection, effect.reason)
+                    self._drop(connection)
+                case ev.Ready():
+                    log.info("instance %s is served", connection.instance)
+                    self._send(connection, wire.Ready())
+                    for worker in effect.workers:
+                        if worker in self.connections:
+                            self._send(self.connections[worker], wire.Settled(connection.step))
+                case ev.Opened():
+                    if effect.note:
+                        log.warning("%s: nothing can be kept: %s", connection, effect.note)
+                    self._send(connection, wire.Opened(effect.space, effect.credit, effect.note))
+                case ev.Answer():
+                    answer = wire.Answer(effect.op, effect.resident, effect.offsets, effect.reason)
+                    self._send(connection, answer)
+                case ev.Grant():
+                    self._send(connection, wire.Grant(effect.space, effect.rows, effect.offsets, effect.epochs))
+
+
+def _event(session: int, message: wire.ClientMessage) -> Any:
+    """The core event of a session's message. Raises ProtocolError where packed fields do not fit each other."""
+    match message:
+        case wire.Mapped():
+            return ev.Mapped(session)
+        case wire.Query(op, space, skip, keys):
+            if skip < 0 or len(keys) > ev.MAX_QUERY_KEYS * 64:
+                raise wire.ProtocolError(f"query of {len(keys)} bytes from {skip}")
+            return ev.Query(session, op, space, skip, keys)
+        case wire.Release(ops):
+            return ev.Release(session, ops)
+        case wire.Commit(space, parent, keys, rows, epochs, shards):
+            _check_batch(rows, epochs)
+            if not rows or len(keys) % (len(rows) // 4):
+                raise wire.ProtocolError("commit whose keys do not fit its rows")
+            return ev.Commit(session, space, parent, keys, rows, epochs, shards)
+        case wire.Return(rows, epochs):
+            _check_batch(rows, epochs)
+            return ev.Return(session, rows, epochs)
+        case wire.Open(space, namespace, group, key_bytes, shards, slots):
+            if len(namespace) != 32 or not 0 < key_bytes <= 64 or slots < 0 or not all(0 < s < 1 << 40 for s in shards):
+                raise wire.ProtocolError("space without a proper namespace, key length or shards")
+            return ev.Open(session, space, namespace, group, key_bytes, shards, slots)
+        case wire.Close(space):
+            return ev.Close(session, space)
+    raise wire.ProtocolError(f"{type(message).__name__} is not for an engine's session")
+
+
+def _check_batch(rows: bytes, epochs: bytes) -> None:
+    if len(rows) % 4 or len(rows) * 2 != len(epochs) or len(rows) > ev.MAX_BATCH * 4:
+        raise wire.ProtocolError(f"batch of {len(rows)} bytes of rows and {len(epochs)} of epochs")

@@ -1,0 +1,67 @@
+"""Frames: how messages are cut out of a byte stream, and how much of it anybody may send."""
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+MAX_FRAME = 4 << 20
+"""Longest frame, in bytes: a query of 65,536 keys of 32 bytes fits."""
+VERSION = 1
+"""Version of the protocol; both sides must speak the same."""
+PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)
+"""What a client sends before its first frame."""
+
+SOCKET_TAKEN = 3
+"""Exit status of a manager whose socket another one has; to who started it: somebody was faster, attach to that."""
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class ProtocolError(Exception):
+    """The other side sent what this protocol does not allow."""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """``message`` as one frame."""
+    buffer = bytearray(_LENGTH.size)
+    _encoder.encode_into(message, buffer, _LENGTH.size)
+    _LENGTH.pack_into(buffer, 0, len(buffer) - _LENGTH.size)
+    return bytes(buffer)
+
+
+def check_preamble(data: bytes) -> None:
+    """Raise ProtocolError, saying what was met and what is spoken here, unless ``data`` opens a connection of ours."""
+    if data == PREAMBLE:
+        return
+    if data[:6] != PREAMBLE[:6]:
+        raise ProtocolError("not a kvhold client")
+    (version,) = struct.unpack("<H", data[6:8])
+    raise ProtocolError(f"client speaks protocol {version}, this manager speaks {VERSION}; install the same kvhold")
+
+
+class FrameReader:
+    """Collects bytes and yields the bodies of complete frames; holds at most one frame and one read."""
+
+    __slots__ = ("_buffer", "_limit")
+
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self._buffer = bytearray()
+        self._limit = limit
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Yield each body that ``data`` completes. Raises ProtocolError for a frame over the limit."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > self._limit:
+                raise ProtocolError(f"frame of {length} bytes, at most {self._limit} are allowed")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            body = bytes(memoryview(self._buffer)[start + _LENGTH.size : end])
+            start = end
+            yield body
+        del self._buffer[:start]

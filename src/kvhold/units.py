@@ -1,0 +1,29 @@
+"""Sizes that people write and read: ``64GiB``, ``512MiB``, ``1.5GB``."""
+
+import re
+
+_FACTORS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes named by ``text``: a number with an optional unit (``KiB``, ``MB``, ``GiB``, ...).
+
+    Raises ValueError, naming the value and an example of what is accepted.
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise ValueError(f"{text!r} is not a size; write it like '64GiB' or '512MiB'")
+    match = _SIZE.match(str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like '64GiB' or '512MiB'")
+    return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
+
+
+def format_size(size: int) -> str:
+    """``size`` bytes in the largest binary unit that keeps it readable."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g}{unit}"
+        value /= 1024
+    return f"{value:.4g}TiB"
