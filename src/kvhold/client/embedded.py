@@ -56,8 +56,3 @@ class Embedded:
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
-        if self._child is not None:
-            try:
-                self._child.wait(timeout=0.5)
-            except subprocess.TimeoutExpired:
-                pass

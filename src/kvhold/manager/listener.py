@@ -24,14 +24,12 @@ class Listener:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.parent.stat().st_uid not in (os.getuid(), 0):
                 raise ConfigError(f"socket: {path.parent} belongs to another user; choose another path")
-            self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = _lock(path)
         except OSError as error:
             raise ConfigError(f"socket: {path} cannot be made: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise SocketTaken(f"socket: {path} belongs to a running manager; stop it or choose another path") from None
+        if lock is None:
+            raise SocketTaken(f"socket: {path} belongs to a running manager; stop it or choose another path")
+        self._lock = lock
         self._replace_stale()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         mask = os.umask(0o177)
@@ -62,7 +60,41 @@ class Listener:
                 raise ConfigError(f"socket: something listens on {self.path} already; choose another path")
 
     def close(self) -> None:
-        """Stop listening and take the path away; the lock goes last."""
+        """Stop listening and take the paths away; the lock goes last."""
         self.socket.close()
-        self.path.unlink(missing_ok=True)
-        os.close(self._lock)
+        _remove(self.path, self._lock)
+
+
+def sweep(folder: Path) -> None:
+    """Take away what killed managers of engines left in ``folder``."""
+    for path in folder.glob("e-*.sock"):
+        lock = _lock(path)
+        if lock is not None:
+            _remove(path, lock)
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of ``path``, or None when another process has it. Raises OSError."""
+    while True:
+        descriptor = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        try:
+            if _lock_path(path).stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # its last holder took the file away in between
+
+
+def _remove(path: Path, lock: int) -> None:
+    path.unlink(missing_ok=True)
+    _lock_path(path).unlink(missing_ok=True)
+    os.close(lock)

@@ -75,14 +75,20 @@ class ArenaMemory:
 
 
 def _populate(address: int, size: int) -> int:
-    """0, or the errno of a kernel that could not allocate ``size`` bytes at ``address``."""
+    """0, or the errno of a kernel that could not allocate ``size`` bytes at ``address``.
+
+    In small pieces: a call holds the process's memory lock, and the loop's thread must get it in between.
+    """
     call = _libc.madvise
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    while call(address, size, _MADV_POPULATE_WRITE):
+    at, end = address, address + size
+    while at < end:
+        if call(at, min(HUGE, end - at), _MADV_POPULATE_WRITE) == 0:
+            at += HUGE
+            continue
         error = ctypes.get_errno()
-        if error == errno.EINVAL:  # Linux before 5.14: touch through a write that fails rather than kills
-            ctypes.memset(address, 0, size)
-            return 0
+        if error == errno.EINVAL:
+            raise ConfigError("dram: this kernel cannot populate memory safely; kvhold needs Linux 5.14 or newer")
         if error not in (errno.EINTR, errno.EAGAIN):
             return error
     return 0

@@ -19,7 +19,7 @@ from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.connection import Connection, Stage
-from kvhold.manager.listener import Listener
+from kvhold.manager.listener import Listener, sweep
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
 from kvhold.manager.report import report
@@ -40,6 +40,8 @@ class Server:
     def __init__(self, config: ManagerConfig) -> None:
         self.config = config
         self.listener = Listener(config.socket)
+        if config.starter_fd is not None:
+            sweep(config.socket.parent)
         self.memory = ArenaMemory(config.dram, config.huge_pages)
         self.core = Core(self.memory.page, self.memory.bytes)
         self.incarnation = secrets.randbits(62) + 1
