@@ -58,12 +58,16 @@ def status(
     typer.echo(f"queries  {counters.get('queries', 0)}, {found} of {asked} keys were here")
     for session in report["sessions"]:
         state = "" if session["open"] else ", lost: its bytes wait for the end of the process"
-        typer.echo(f"session  {session['role']} rank {session['rank']}, pid {session['pid']}, {session['engine']}{state}")
+        typer.echo(
+            f"session  {session['role']} rank {session['rank']}, pid {session['pid']}, {session['engine']}{state}"
+        )
 
 
 def purge(
     socket: Socket = None,
-    namespace: Annotated[str, typer.Option(help="Only this namespace, in hex as `kvhold status --json` shows it.")] = "",
+    namespace: Annotated[
+        str, typer.Option(help="Only this namespace, in hex as `kvhold status --json` shows it.")
+    ] = "",
 ) -> None:
     """Forget what a manager has stored; what is being restored is kept until that ends."""
     try:

@@ -1,1 +1,1 @@
-"""The engine's side of the control protocol: where managers are found, how one is attached to, and the arena's mapping."""
+"""The engine's side of the protocol: where managers are found, how one is attached to, the arena's mapping."""

@@ -202,9 +202,7 @@ class Control:
         for start in range(0, len(keys), MAX_BATCH):
             part, some = slots.part(start, start + MAX_BATCH), keys[start : start + MAX_BATCH]
             before = keys[start - 1] if start else parent
-            self._send(
-                wire.Commit(space, before, b"".join(some), part.rows.tobytes(), part.epochs.tobytes(), shards)
-            )
+            self._send(wire.Commit(space, before, b"".join(some), part.rows.tobytes(), part.epochs.tobytes(), shards))
 
     def give_back(self, slots: Slots) -> None:
         """Return slots that nobody writes to."""

@@ -13,7 +13,7 @@ _START_SECONDS = 20.0
 
 
 class Embedded:
-    """The child, if this process is the one that started it. It watches this process through one end of a socket pair."""
+    """The child, if this process is the one that started it. A socket pair tells it when this process ends."""
 
     def __init__(self, path: Path, dram: int, huge_pages: bool) -> None:
         self.path = path

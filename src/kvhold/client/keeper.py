@@ -146,5 +146,3 @@ class Keeper:
         while not self._stopping and (left := end - time.monotonic()) > 0:
             if poller.poll(left * 1000):
                 os.read(self._wake_read, 4096)
-
-

@@ -9,15 +9,15 @@ import ctypes
 import queue
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvhold.client.arena import ArenaMapping
 from kvhold.copy.job import Job
 from kvhold.copy.layout import LayerRun, PagedLayout
 
-_Array = npt.NDArray[np.generic]
+_Array = np.ndarray[Any, Any]
 
 
 class HostCopier:
@@ -82,7 +82,7 @@ class HostCopier:
 
 def _view(run: LayerRun, blocks: int) -> _Array:
     """All pages of a run as [blocks, layers, words of a page]."""
-    kind = np.dtype(np.uint64) if run.page % 8 == 0 and run.address % 8 == 0 else np.dtype(np.uint8)
+    kind: np.dtype[Any] = np.dtype(np.uint64) if run.page % 8 == 0 and run.address % 8 == 0 else np.dtype(np.uint8)
     span = (blocks - 1) * run.block_stride + (run.layers - 1) * run.layer_stride + run.page
     buffer = (ctypes.c_ubyte * span).from_address(run.address)
     strides = (run.block_stride, run.layer_stride, kind.itemsize)

@@ -43,13 +43,17 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         said = self._server.call(lambda: report(self._server), ANSWER_SECONDS)
         state = GaugeMetricFamily(
-            "kvhold_arena_state_bytes", "Arena bytes by exclusive state; the sum is kvhold_arena_bytes.", labels=["state"]
+            "kvhold_arena_state_bytes",
+            "Arena bytes by exclusive state; the sum is kvhold_arena_bytes.",
+            labels=["state"],
         )
         for name, value in said["accounts"].items():
             state.add_metric([name], value)
         yield state
         yield GaugeMetricFamily("kvhold_arena_bytes", "Populated bytes of the arena.", value=said["arena"]["populated"])
-        yield GaugeMetricFamily("kvhold_limbo_bytes", "Bytes of lost, not proved dead owners.", value=said["limbo_bytes"])
+        yield GaugeMetricFamily(
+            "kvhold_limbo_bytes", "Bytes of lost, not proved dead owners.", value=said["limbo_bytes"]
+        )
         yield GaugeMetricFamily("kvhold_objects", "Objects stored.", value=said["objects"])
         yield GaugeMetricFamily(
             "kvhold_sessions", "Sessions of engines.", value=sum(session["open"] for session in said["sessions"])

@@ -8,9 +8,9 @@ from vllm.logger import init_logger
 
 from kvhold.client.embedded import Embedded
 from kvhold.client.keeper import Half, Keeper
-from kvhold.host import default_dram
 from kvhold.client.paths import default_socket, embedded_socket
 from kvhold.engines.vllm.config import Settings
+from kvhold.host import default_dram
 from kvhold.units import format_size, parse_size
 
 if TYPE_CHECKING:

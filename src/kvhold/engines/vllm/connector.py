@@ -46,7 +46,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _guarded(otherwise: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def _guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Answer ``otherwise()`` instead of raising."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -152,9 +152,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @_guarded(_nothing)
-    def update_state_after_alloc(
-        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks, num_external_tokens)
 

@@ -9,7 +9,9 @@ from kvhold.engines.vllm.support import Unsupported
 
 
 def read_layout(caches: Mapping[str, torch.Tensor], layers: list[str], blocks: int) -> PagedLayout:
-    """The layout of ``layers`` in engine order, from tensors of logical shape [blocks * kernel blocks, heads, states, content].
+    """The layout of ``layers`` in engine order.
+
+    Tensors have the logical shape [blocks * kernel blocks per block, heads, states, content], in any physical order.
 
     Raises Unsupported when a layer has no tensor, or a block of it is not one contiguous piece of memory.
     """

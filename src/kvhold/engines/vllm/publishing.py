@@ -25,7 +25,7 @@ HOLD_SHARE = 2
 
 @dataclass(slots=True)
 class Source:
-    """A request that has blocks to publish: ``done`` leading blocks are stored or on their way, None if not known yet."""
+    """A request with blocks to publish; ``done`` leading ones are stored or on their way, None if not known yet."""
 
     request: "Request"
     done: int | None = None

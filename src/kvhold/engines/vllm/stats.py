@@ -44,7 +44,7 @@ class KvHoldStats(KVConnectorStats):
             self.data[name] = self.data.get(name, 0) + value
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KvHoldStats":
         for name, value in other.data.items():
@@ -72,11 +72,8 @@ class KvHoldPromMetrics(KVConnectorPromMetrics):
         self._counters: dict[str, dict[int, Any]] = {}
         for name, text in METRICS.items():
             family = self._counter_cls(name=f"kvhold:{name}", documentation=text, labelnames=labelnames)
-            self._counters[name] = {
-                engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()
-            }
+            self._counters[name] = {engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
             self._counters[name][engine_idx].inc(value)
-

@@ -1,4 +1,4 @@
-"""The worker half: maps the arena and copies. It decides nothing, and asks the manager nothing on the engine's thread."""
+"""The worker half: maps the arena and copies. It decides nothing, and never asks on the engine's thread."""
 
 import threading
 import time
@@ -101,7 +101,7 @@ class WorkerHalf:
                     pass
 
     def tick(self, channel: Channel) -> bool:
-        """Let go of older sessions' arenas once no plan can name them and no copy uses them; True while there are any."""
+        """Let go of older sessions' arenas once no plan and no copy can name them; True while there are any."""
         with self._lock:
             settled = self._settled_step
             if len(self._sessions) < 2:
@@ -134,7 +134,7 @@ class WorkerHalf:
             identity.digest(described),
             layout.shard_bytes,
             identity.is_private(described),
-            f"{layout.shard_bytes} bytes a block in {len(group.layer_names)} layers, weights {described['weights'][:16]}",
+            f"{layout.shard_bytes} bytes a block, {len(group.layer_names)} layers, weights {described['weights'][:16]}",
         )
         self._keeper.start(_FIRST_ATTACH_SECONDS)
 
