@@ -27,4 +27,5 @@ def manager() -> Iterator[Manager]:
     with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:
         process = Manager(Path(folder))
         yield process
+        print(process.log_tail())
         process.kill()

@@ -31,6 +31,10 @@ class Run:
         self.rows = array("i", [-1]) * self.count
         self.draining = False
 
+    @property
+    def used(self) -> int:
+        return self.count - len(self.free)
+
     def used_rows(self) -> list[int]:
         return [row for row in self.rows if row >= 0]
 
@@ -46,6 +50,7 @@ class Arena:
         self.free_pages = 0
         self.free_slot_bytes = 0
         self.slack_bytes = 0
+        self.draining_pages = 0
         self._open: dict[int, dict[int, Run]] = {}  # size -> runs with a free slot that are not draining, by base
         self._lowest_free = 0
 
@@ -95,7 +100,9 @@ class Arena:
 
     def drain(self, run: Run) -> None:
         """Give out no more slots of ``run``."""
-        run.draining = True
+        if not run.draining:
+            run.draining = True
+            self.draining_pages += run.span
         self._open.get(run.size, {}).pop(run.base, None)
 
     def run_at(self, offset: int) -> Run:
@@ -136,6 +143,8 @@ class Arena:
         self.free_pages += run.span
         self.free_slot_bytes -= run.count * run.size
         self.slack_bytes -= run.span * self.page - run.count * run.size
+        if run.draining:
+            self.draining_pages -= run.span
         open_runs = self._open.get(run.size)
         if open_runs is not None:
             open_runs.pop(run.base, None)

@@ -28,6 +28,8 @@ _LOOK = 512
 """Rows that one search for a victim looks at before it gives up."""
 _TRIES = 4
 """Evictions for one slot: held neighbours must not make one slot cost the whole cache."""
+_DRAIN_SHARE = 8
+"""At most this part of the arena drains at once: what it held is lost before its pages are of use to anybody."""
 
 
 class State:
@@ -45,7 +47,7 @@ class State:
 class Index:
     """The keys of one space: (namespace, group), objects of one geometry."""
 
-    __slots__ = ("group", "id", "key_bytes", "maps", "namespace", "shards", "size", "users")
+    __slots__ = ("group", "id", "key_bytes", "maps", "namespace", "objects", "shards", "size", "users")
 
     def __init__(self, id: int, namespace: bytes, group: int, key_bytes: int, shards: tuple[int, ...], size: int):
         self.id = id
@@ -55,13 +57,14 @@ class Index:
         self.shards = shards
         self.size = size
         self.users = 0
+        self.objects = 0
         self.maps: list[dict[bytes, int]] = [{} for _ in range(_SPREAD)]
 
     def get(self, key: bytes) -> int | None:
         return self.maps[key[-1]].get(key)
 
     def __len__(self) -> int:
-        return sum(map(len, self.maps))
+        return self.objects
 
 
 class Catalogue:
@@ -104,13 +107,16 @@ class Catalogue:
 
     def drop_index_if_idle(self, index: Index) -> None:
         """Forget an index that nobody uses and nothing is stored under."""
-        if index.users == 0 and len(index) == 0 and self.indexes.pop(index.id, None) is not None:
+        if index.users == 0 and index.objects == 0 and self.indexes.pop(index.id, None) is not None:
             del self._by_name[index.namespace, index.group]
 
     # --- slots --------------------------------------------------------------------------------------------------
 
     def take(self, size: int, owner: int) -> int | None:
-        """A row in state CREDIT with a slot of ``size`` bytes, evicting what was used longest ago; None if all is held."""
+        """A row in state CREDIT with a slot of ``size`` bytes, at the cost of what was used longest ago.
+
+        None when all that could give way is held.
+        """
         row = self._spare.pop() if self._spare else self._new_row()
         offset = self.arena.take(size, row)
         for _ in range(_TRIES):
@@ -145,15 +151,14 @@ class Catalogue:
     # --- objects ------------------------------------------------------------------------------------------------
 
     def insert(self, row: int, index: Index, key: bytes, parent: int | None) -> None:
-        """A credit becomes a resident object, just older than its parent, so that chains are evicted from their ends."""
+        """A credit becomes a resident object, just older than its parent: chains are evicted from their ends."""
         self.move(row, State.RESIDENT)
         self.owner[row] = index.id
         self.key[row] = key
         index.maps[key[-1]][key] = row
+        index.objects += 1
         if parent is None:
-            self._clock += 1
-            self.stamp[row] = self._clock
-            self._link(row, self._head(index.size))
+            self._renew(row, self._head(index.size))
         else:
             self.stamp[row] = self.stamp[parent]
             self._link(row, parent)
@@ -162,6 +167,7 @@ class Catalogue:
         """Take an object out of its index and list; a leased one becomes DOOMED, any other is freed."""
         index = self.indexes[self.owner[row]]
         del index.maps[self.key[row][-1]][self.key[row]]
+        index.objects -= 1
         self.key[row] = b""
         self._unlink(row)
         if self.state[row] == State.LEASED:
@@ -170,61 +176,79 @@ class Catalogue:
             self.free(row)
         self.drop_index_if_idle(index)
 
-    def lease(self, rows: Iterable[int]) -> None:
-        """Keep these resident rows, all of one size, where they are until :meth:`release`."""
-        leases, state = self.leases, self.state
-        first = row = 0
+    def lease(self, rows: Sequence[int]) -> None:
+        """Keep these resident or leased rows, all of one size, where they are until :meth:`release`."""
+        if not rows:
+            return
+        leases, state, leased = self.leases, self.state, State.LEASED
+        first = 0
         for row in rows:
-            count = leases[row]
-            leases[row] = count + 1
-            if not count:
-                state[row] = State.LEASED
+            if leases[row]:
+                leases[row] += 1
+            else:
+                leases[row] = 1
+                state[row] = leased
                 first += 1
-        size = self.size[row]
+        size = self.size[rows[0]]
         self.bytes[State.RESIDENT] -= first * size
         self.bytes[State.LEASED] += first * size
 
-    def release(self, rows: Iterable[int]) -> None:
-        leases, state = self.leases, self.state
-        last = row = 0
+    def release(self, rows: Sequence[int]) -> None:
+        """Undo one :meth:`lease` of these rows."""
+        if not rows:
+            return
+        leases, state, leased, resident = self.leases, self.state, State.LEASED, State.RESIDENT
+        last = 0
         for row in rows:
             count = leases[row] - 1
             leases[row] = count
-            if not count:
-                if state[row] == State.DOOMED:
-                    self.free(row)
-                else:
-                    state[row] = State.RESIDENT
-                    last += 1
-        size = self.size[row]
+            if count:
+                continue
+            if state[row] == leased:
+                state[row] = resident
+                last += 1
+            else:
+                self.free(row)
+        size = self.size[rows[0]]
         self.bytes[State.LEASED] -= last * size
         self.bytes[State.RESIDENT] += last * size
+        self.vacate(rows)
+
+    def vacate(self, rows: Iterable[int]) -> None:
+        """Evict those of ``rows`` that nobody holds any more and that keep a draining run from becoming free."""
+        if self.arena.draining_pages:
+            for row in rows:
+                if self.state[row] == State.RESIDENT and self.arena.run_at(self.offset[row]).draining:
+                    self._evict(row)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Make a chain's rows the most recent of their list, its first row before its last.
 
-        Rows that already follow each other are moved as one piece. A row that was evicted meanwhile is left out.
+        Rows that already follow each other are moved as one piece. A row that was evicted meanwhile is left out, and
+        so is one that the chain names a second time.
         """
         if not rows:
             return
-        head = self._heads.get(self.size[rows[0]])
+        size = self.size[rows[0]]
+        head = self._heads.get(size)
         if head is None:
             return
         self._clock += 1
         older, newer, stamp, clock = self.older, self.newer, self.stamp, self._clock
-        state, sizes, size = self.state, self.size, self.size[rows[0]]
+        state, sizes, resident, leased = self.state, self.size, State.RESIDENT, State.LEASED
         pieces: list[tuple[int, int]] = []
-        last = -1
+        first = last = -1
         for row in rows:
-            if not State.RESIDENT <= state[row] <= State.LEASED or sizes[row] != size:
-                last = -1
+            if not resident <= state[row] <= leased or sizes[row] != size or stamp[row] == clock:
                 continue
             stamp[row] = clock
-            if last >= 0 and older[last] == row:
-                pieces[-1] = (pieces[-1][0], row)
-            else:
-                pieces.append((row, row))
+            if last < 0 or older[last] != row:
+                if last >= 0:
+                    pieces.append((first, last))
+                first = row
             last = row
+        if last >= 0:
+            pieces.append((first, last))
         for first, last in reversed(pieces):
             before, after = newer[first], older[last]
             older[before], newer[after] = after, before
@@ -238,56 +262,64 @@ class Catalogue:
         """Free bytes so that a slot of ``size`` may fit now; False when what could go is held.
 
         The object used longest ago goes, whatever its size. One of another size takes along all that stands between
-        it and a run of the new size, because only empty pages can change their size.
+        it and a run of the new size, because only empty pages can change their size. Where something held stands
+        there too, the oldest of the new size goes instead; without one, the run around is emptied as far as it can
+        be, and drains; and when enough is draining already, it is passed over.
         """
-        oldest = min(filter(None, map(self._victim, self._heads)), key=self.stamp.__getitem__, default=None)
+        victims = [row for head in self._heads.values() if (row := self._victim(head)) is not None]
+        oldest = min(victims, key=self.stamp.__getitem__, default=None)
         if oldest is None:
             return False
         if self.size[oldest] == size:
             self._evict(oldest)
             return True
-        window = self._window(self.offset[oldest] // self.arena.page, self.arena.span_of(size))
-        if window:
+        pages, span = len(self.arena.runs), self.arena.span_of(size)
+        if span > pages:
+            return False
+        run = self.arena.run_at(self.offset[oldest])
+        if window := self._window(self.offset[oldest] // self.arena.page, span):
             for run in window:
                 self._empty(run)
-        elif (own := self._victim(size)) is not None:
-            self._evict(own)
+        elif own := [row for row in victims if self.size[row] == size]:
+            self._evict(own[0])
+        elif self.arena.draining_pages < max(span, pages // _DRAIN_SHARE):
+            self._empty(run)
         else:
-            self._empty(self.arena.run_at(self.offset[oldest]))
+            self._unlink(oldest)
+            self._renew(oldest, self._heads[run.size])
         return True
 
     def _window(self, page: int, span: int) -> list[Run]:
-        """The runs to empty for ``span`` free pages around ``page``, fewest objects first; [] where something is held."""
+        """The runs to empty for ``span`` free pages around ``page``, fewest objects first; [] if all hold something."""
         best: list[Run] = []
-        fewest = None
+        fewest = -1
         for start in range(max(0, page - span + 1), min(page, len(self.arena.runs) - span) + 1):
-            runs = {run.base: run for run in self.arena.runs[start : start + span] if run is not None}.values()
-            rows = [row for run in runs for row in run.used_rows()]
-            if all(self.state[row] == State.RESIDENT for row in rows) and (fewest is None or len(rows) < fewest):
-                best, fewest = list(runs), len(rows)
+            runs = list({run.base: run for run in self.arena.runs[start : start + span] if run is not None}.values())
+            count = sum(run.used for run in runs)
+            if (fewest < 0 or count < fewest) and not any(map(self._holds, runs)):
+                best, fewest = runs, count
         return best
+
+    def _holds(self, run: Run) -> bool:
+        """Whether anything in ``run`` cannot be evicted."""
+        state = self.state
+        return any(row >= 0 and state[row] != State.RESIDENT for row in run.rows)
 
     def _empty(self, run: Run) -> None:
         """Evict what can be evicted from ``run``; what is held there goes with its last owner, nothing new comes."""
         self.arena.drain(run)
-        for row in run.used_rows():
-            if self.state[row] == State.RESIDENT:
-                self._evict(row)
+        self.vacate(run.used_rows())
 
-    def _victim(self, size: int) -> int | None:
-        head = self._heads.get(size)
-        if head is None:
-            return None
+    def _victim(self, head: int) -> int | None:
+        """The object of a list to evict next; held ones on the way to it are passed over."""
         for _ in range(_LOOK):
             row = self.newer[head]
             if row == head:
                 return None
             if self.state[row] == State.RESIDENT:
                 return row
-            self._clock += 1
-            self.stamp[row] = self._clock
             self._unlink(row)
-            self._link(row, head)
+            self._renew(row, head)
         return None
 
     def _evict(self, row: int) -> None:
@@ -313,6 +345,12 @@ class Catalogue:
             self.state[head] = State.HEAD
             self.older[head] = self.newer[head] = head
         return head
+
+    def _renew(self, row: int, head: int) -> None:
+        """Put a row that is in no list where those used just now are."""
+        self._clock += 1
+        self.stamp[row] = self._clock
+        self._link(row, head)
 
     def _link(self, row: int, after: int) -> None:
         """Put ``row`` on the older side of ``after``."""

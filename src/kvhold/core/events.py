@@ -116,7 +116,7 @@ class Release:
 
 @dataclass(slots=True, frozen=True)
 class Commit:
-    """Credit slots now hold complete objects: ``keys[i]`` in ``rows[i]``; each key's parent precedes it in the chain."""
+    """Credit slots now hold complete objects: ``keys[i]`` in ``rows[i]``; each key is the parent of the next."""
 
     session: int
     space: int

@@ -9,7 +9,7 @@ Reading order: ``events``, ``arena``, ``catalogue``, ``sessions``, then this fil
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from struct import iter_unpack
 
 from kvhold.core import events as ev
@@ -114,7 +114,11 @@ class Core:
 
     @staticmethod
     def _taken(attachment: Attachment, event: ev.Joined) -> bool:
-        return any(s.role is event.role and s.rank == event.rank for s in attachment.sessions.values())
+        """There is one scheduler half, whatever rank it says it has, and one worker half of each rank."""
+        return any(
+            s.role is event.role and (s.rank == event.rank or s.role is Role.SCHEDULER)
+            for s in attachment.sessions.values()
+        )
 
     def _mapped(self, event: ev.Mapped) -> list[Effect]:
         session = self.sessions.get(event.session)
@@ -152,19 +156,23 @@ class Core:
         attachment.limbo.discard(session_id)
         del attachment.sessions[session_id], self.sessions[session_id]
         if not attachment.sessions:
-            self._settle(attachment)
+            del self.attachments[attachment.id]
+            others += self._start(self._settle(attachment))
         return others
 
-    def _settle(self, attachment: Attachment) -> None:
+    def _settle(self, attachment: Attachment) -> Work:
         """All of the attachment's owners are gone for certain: what it held is free."""
-        for lease in attachment.leases.values():
-            self.catalogue.release(lease.rows[lease.skip :])
+        leases = list(attachment.leases.values())
         attachment.leases.clear()
+        credits = [row for space in attachment.spaces.values() for row in space.credits]
         for space in attachment.spaces.values():
-            for row in space.credits:
-                self.catalogue.free(row)
             self._leave(space.index)
-        del self.attachments[attachment.id]
+        attachment.spaces.clear()
+        yield from self._give_up(leases)
+        for start in range(0, len(credits), ev.MAX_BATCH):
+            for row in credits[start : start + ev.MAX_BATCH]:
+                self.catalogue.free(row)
+            yield self._feed()
 
     def _leave(self, index: Index) -> None:
         index.users -= 1
@@ -256,17 +264,6 @@ class Core:
     def _feed_on(self) -> Work:
         yield self._feed()
 
-    def _credits(self, attachment: Attachment, rows: bytes, epochs: bytes) -> Iterator[tuple[int, int, int]]:
-        """(space number, row, position) of each named slot that really is this attachment's credit."""
-        catalogue = self.catalogue
-        for position, (row, epoch) in enumerate(zip(array("I", rows), array("Q", epochs), strict=True)):
-            if row < len(catalogue.epoch) and catalogue.epoch[row] == epoch and catalogue.state[row] == State.CREDIT:
-                number = next((n for n, space in attachment.spaces.items() if row in space.credits), None)
-                if number is not None:
-                    yield number, row, position
-                    continue
-            self.counters["stale"] += 1
-
     def _commit(self, event: ev.Commit) -> list[Effect]:
         attachment = self._attached(event.session)
         if attachment is None:
@@ -276,23 +273,27 @@ class Core:
         whole = space is not None and len(event.keys) * 4 == len(event.rows) * space.index.key_bytes
         if space is None or not whole or event.shards != space.index.shards:
             return [ev.Refuse(event.session, f"commit to space {event.space} without all of its shards")]
-        index, size = space.index, space.index.key_bytes
-        previous = -1
-        for number, row, position in self._credits(attachment, event.rows, event.epochs):
-            if number != event.space:
-                self.counters["stale"] += 1
+        catalogue, index, credits, counters = self.catalogue, space.index, space.credits, self.counters
+        rows = array("I", event.rows)
+        parent = index.get(event.parent) if event.parent else None
+        keys = iter_unpack(f"{index.key_bytes}s", event.keys)
+        for (key,), row, epoch in zip(keys, rows, array("Q", event.epochs), strict=True):
+            known = index.get(key)
+            if row not in credits or catalogue.epoch[row] != epoch:
+                counters["stale"] += 1
+                parent = known
                 continue
-            space.credits.discard(row)
-            key = event.keys[position * size : position * size + size]
-            if index.get(key) is not None:
-                self.counters["duplicates"] += 1
-                self.catalogue.free(row)
-                continue
-            before = event.parent if position == 0 else event.keys[position * size - size : position * size]
-            self.catalogue.insert(row, index, key, index.get(before) if before else None)
-            self.counters["commits"] += 1
-            previous = row
-        if previous >= 0 or len(space.credits) < self._target(space):
+            credits.discard(row)
+            if known is None:
+                catalogue.insert(row, index, key, parent)
+                counters["commits"] += 1
+                parent = row
+            else:
+                catalogue.free(row)
+                counters["duplicates"] += 1
+                parent = known
+        catalogue.vacate(rows)
+        if len(credits) < self._target(space):
             self._hungry[attachment.id, event.space] = None
         self._drop_if_closed(attachment, event.space)
         return []
@@ -301,7 +302,11 @@ class Core:
         attachment = self._attached(event.session)
         if attachment is None:
             return []
-        for number, row, _ in self._credits(attachment, event.rows, event.epochs):
+        for row, epoch in zip(array("I", event.rows), array("Q", event.epochs), strict=True):
+            number = next((n for n, space in attachment.spaces.items() if row in space.credits), None)
+            if number is None or self.catalogue.epoch[row] != epoch:
+                self.counters["stale"] += 1
+                continue
             attachment.spaces[number].credits.discard(row)
             self.catalogue.free(row)
             self.counters["returns"] += 1
@@ -312,52 +317,51 @@ class Core:
     # --- queries and leases -------------------------------------------------------------------------------------
 
     def _query(self, event: ev.Query) -> Work:
-        """Match the chain in slices, leasing as it goes; answer; then mark the chain as used just now, its end first."""
+        """Match the chain in slices, leasing as it goes; answer; then mark it as used just now, its end first."""
         attachment = self._attached(event.session)
         space = attachment.spaces.get(event.space) if attachment else None
         if attachment is None or not attachment.ready or space is None:
             self.counters["queries"] += 1
             yield [ev.Answer(event.session, event.op, 0, b"", Reason.DETACHED)]
             return
-        if event.op in attachment.leases or len(event.keys) % space.index.key_bytes:
-            yield [ev.Refuse(event.session, f"operation {event.op} is in use, or its keys are torn")]
+        index, width = space.index, space.index.key_bytes
+        asked, torn = divmod(len(event.keys), width)
+        if event.op in attachment.leases or torn or asked > ev.MAX_QUERY_KEYS:
+            yield [ev.Refuse(event.session, f"operation {event.op} is in use, or its keys are torn or too many")]
             return
-        lease = attachment.leases[event.op] = Lease(space.index, event.skip)
-        rows, maps, width = lease.rows, space.index.maps, space.index.key_bytes
-        asked = len(event.keys) // width
+        lease = attachment.leases[event.op] = Lease(index, event.skip)
+        rows, maps, offset = lease.rows, index.maps, self.catalogue.offset
+        offsets = array("Q")
         reason = Reason.NONE
         for start in range(0, asked, ev.MAX_BATCH):
             found: list[int] = []
-            for (key,) in iter_unpack(f"{width}s", event.keys[start * width : (start + ev.MAX_BATCH) * width]):
-                row = maps[key[-1]].get(key)
-                if row is None:
-                    reason = Reason.NOT_STORED
-                    break
-                found.append(row)
-            allowed = max(0, self._lease_room() // space.index.size) + max(0, event.skip - start)
-            if len(found) > allowed:
-                del found[allowed:]
+            try:
+                for (key,) in iter_unpack(f"{width}s", event.keys[start * width : (start + ev.MAX_BATCH) * width]):
+                    found.append(maps[key[-1]][key])
+            except KeyError:
+                reason = Reason.NOT_STORED
+            wanted = found[max(0, event.skip - start) :]
+            if len(wanted) * index.size > self._lease_room() and (over := len(wanted) - self._affordable(wanted)):
+                del found[-over:], wanted[-over:]
                 reason = Reason.BUDGET
-            self.catalogue.lease(found[max(0, event.skip - start) :])
+            self.catalogue.lease(wanted)
             rows += found
+            offsets.extend([offset[row] for row in wanted])
             if reason or start + ev.MAX_BATCH >= asked:
                 break
             yield []
-            if attachment.leases.get(event.op) is not lease:
-                return  # released, or settled, while it was being answered: what it held is free already
-        offset = self.catalogue.offset
+            if attachment.broken or attachment.leases.get(event.op) is not lease:
+                return  # released, or its owner lost, while it was being answered; who holds the lease ends it
         self.counters["queries"] += 1
         self.counters["keys_asked"] += asked
         self.counters["keys_resident"] += len(rows)
         if reason:
             self.counters[f"keys_{reason}"] += asked - len(rows)
-        leased = array("Q", [offset[row] for row in rows[event.skip :]]).tobytes()
-        if not leased:
+        if not offsets:
             del attachment.leases[event.op]
-        chain = rows[:]
-        yield [ev.Answer(event.session, event.op, len(rows), leased, reason)]
-        for end in range(len(chain), 0, -ev.MAX_BATCH):
-            self.catalogue.touch(chain[max(0, end - ev.MAX_BATCH) : end])
+        yield [ev.Answer(event.session, event.op, len(rows), offsets.tobytes(), reason)]
+        for end in range(len(rows), 0, -ev.MAX_BATCH):
+            self.catalogue.touch(rows[max(0, end - ev.MAX_BATCH) : end])
             if end > ev.MAX_BATCH:
                 yield []
 
@@ -365,18 +369,30 @@ class Core:
         held = self.catalogue.bytes[State.LEASED] + self.catalogue.bytes[State.DOOMED]
         return int(LEASE_SHARE * self.arena.total) - held
 
+    def _affordable(self, rows: Sequence[int]) -> int:
+        """How many leading ones of ``rows`` may be leased now; what somebody holds already costs nothing more."""
+        catalogue, room = self.catalogue, self._lease_room()
+        for count, row in enumerate(rows):
+            if catalogue.state[row] == State.RESIDENT:
+                room -= catalogue.size[row]
+                if room < 0:
+                    return count
+        return len(rows)
+
     def _release(self, event: ev.Release) -> Work:
         session = self.sessions.get(event.session)
         if session is None or session.role is not Role.SCHEDULER:
             return
-        leases = [lease for op in event.ops if (lease := session.attachment.leases.pop(op, None))]
+        yield from self._give_up([lease for op in event.ops if (lease := session.attachment.leases.pop(op, None))])
+
+    def _give_up(self, leases: list[Lease]) -> Work:
         for lease in leases:
             for start in range(lease.skip, len(lease.rows), ev.MAX_BATCH):
                 self.catalogue.release(lease.rows[start : start + ev.MAX_BATCH])
                 yield self._feed()
 
     def _purge(self, event: ev.Purge) -> Work:
-        """Forget what is stored now; what is committed while this runs stays."""
+        """Forget what is stored now; what is granted while this runs stays."""
         catalogue = self.catalogue
         last = catalogue.next_epoch
         for start in range(0, len(catalogue.state), ev.MAX_BATCH):
@@ -392,12 +408,15 @@ class Core:
 
     @property
     def limbo_bytes(self) -> int:
-        """Bytes held by attachments of which some session was lost and not proved dead."""
-        total = self.catalogue.bytes[State.LIMBO]
-        for attachment in self.attachments.values():
-            if attachment.limbo:
-                total += sum(len(lease.rows[lease.skip :]) * lease.index.size for lease in attachment.leases.values())
-        return total
+        """Bytes held by attachments of which some session was lost and not proved dead.
+
+        Not exact where leases share rows: but never more than all that is leased.
+        """
+        lost = (attachment for attachment in self.attachments.values() if attachment.limbo)
+        leases = (lease for attachment in lost for lease in attachment.leases.values())
+        leased = sum(max(0, len(lease.rows) - lease.skip) * lease.index.size for lease in leases)
+        states = self.catalogue.bytes
+        return states[State.LIMBO] + min(leased, states[State.LEASED] + states[State.DOOMED])
 
     def accounts(self) -> dict[str, int]:
         """Where every byte of the arena is; the values make up ``arena.total``."""

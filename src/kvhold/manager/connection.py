@@ -54,12 +54,11 @@ class Connection:
             return None
         if self.stage is Stage.PREAMBLE:
             self._opening += data
-            if not PREAMBLE.startswith(self._opening[: len(PREAMBLE)][:6]) or len(self._opening) >= len(PREAMBLE):
-                check_preamble(self._opening[: len(PREAMBLE)])
-                self.stage = Stage.HELLO
-                data, self._opening = self._opening[len(PREAMBLE) :], b""
-            else:
+            if len(self._opening) < len(PREAMBLE) and PREAMBLE.startswith(self._opening[:6]):
                 return []
+            check_preamble(self._opening[: len(PREAMBLE)])
+            self.stage = Stage.HELLO
+            data, self._opening = self._opening[len(PREAMBLE) :], b""
         return list(self._reader.feed(data))
 
     def send(self, message: ManagerMessage, descriptor: int | None = None) -> None:

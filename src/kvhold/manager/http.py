@@ -1,6 +1,8 @@
 """Metrics and health over HTTP, from threads of their own; the loop is asked and never waits."""
 
 import logging
+import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,8 +65,8 @@ class Collector:
             yield CounterMetricFamily(f"kvhold_{name}", text, value=said["counters"].get(name, 0))
 
 
-def serve_http(server: Server, host: str, port: int) -> ThreadingHTTPServer:
-    """Serve ``/metrics`` and ``/healthz`` from a daemon thread. Raises ConfigError when the address cannot be had."""
+def serve_http(server: Server, host: str, port: int) -> str:
+    """Serve ``/metrics`` and ``/healthz`` from daemon threads; the URL. Raises ConfigError for an unusable address."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(server))  # type: ignore[arg-type]
 
@@ -93,10 +95,21 @@ def serve_http(server: Server, host: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             log.debug(format, *args)
 
+    class Http(ThreadingHTTPServer):
+        daemon_threads = True
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def server_bind(self) -> None:
+            # HTTPServer's own asks the name service, perhaps for seconds, for a name that nobody needs.
+            socketserver.TCPServer.server_bind(self)
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            log.debug("request of %s failed", client_address, exc_info=True)
+
+    shown = f"[{host}]" if ":" in host else host
     try:
-        http = ThreadingHTTPServer((host, port), Handler)
+        http = Http((host, port), Handler)
     except OSError as error:
-        raise ConfigError(f"http: {host}:{port} cannot be bound: {error.strerror}") from None
-    http.daemon_threads = True
+        raise ConfigError(f"http: {shown}:{port} cannot be bound: {error.strerror}") from None
     threading.Thread(target=http.serve_forever, name="kvhold-http", daemon=True).start()
-    return http
+    return f"http://{shown}:{http.server_address[1]}"

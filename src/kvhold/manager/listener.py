@@ -4,11 +4,14 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 from kvhold.manager.config import ConfigError, SocketTaken
 
 _MAX_PATH = 107
+_LOCK_SECONDS = 0.2
+"""A sweep, or a manager that is just ending, holds a lock for an instant; one that is held longer is in use."""
 
 
 class Listener:
@@ -24,57 +27,77 @@ class Listener:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.parent.stat().st_uid not in (os.getuid(), 0):
                 raise ConfigError(f"socket: {path.parent} belongs to another user; choose another path")
-            lock = _lock(path)
-        except OSError as error:
-            raise ConfigError(f"socket: {path} cannot be made: {error.strerror}") from None
-        if lock is None:
-            raise SocketTaken(f"socket: {path} belongs to a running manager; stop it or choose another path")
-        self._lock = lock
-        self._replace_stale()
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        mask = os.umask(0o177)
-        try:
-            self.socket.bind(str(path))
-        except OSError as error:
-            raise ConfigError(f"socket: {path} cannot be bound: {error.strerror}") from None
-        finally:
-            os.umask(mask)
-        self.socket.listen(128)
-
-    def _replace_stale(self) -> None:
-        try:
-            found = self.path.lstat()
-        except FileNotFoundError:
-            return
-        if not stat.S_ISSOCK(found.st_mode):
-            raise ConfigError(f"socket: {self.path} exists and is not a socket; choose another path")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1)
+            self._lock = _patient_lock(path)
             try:
-                probe.connect(str(self.path))
-            except ConnectionRefusedError:
-                self.path.unlink()
-            except OSError as error:
-                raise ConfigError(f"socket: {self.path} cannot be examined: {error.strerror}") from None
-            else:
-                raise ConfigError(f"socket: something listens on {self.path} already; choose another path")
+                _remove_stale(path)
+                self.socket = _listen(path)
+            except (ConfigError, OSError):
+                _unlock(path, self._lock)
+                raise
+        except OSError as error:
+            raise ConfigError(f"socket: {path} cannot be had: {error.strerror}") from None
 
     def close(self) -> None:
-        """Stop listening and take the paths away; the lock goes last."""
-        self.socket.close()
-        _remove(self.path, self._lock)
+        """Stop listening and take the paths away; the lock goes last. Closing again does nothing."""
+        if self.socket.fileno() >= 0:
+            self.socket.close()
+            self.path.unlink(missing_ok=True)
+            _unlock(self.path, self._lock)
 
 
 def sweep(folder: Path) -> None:
     """Take away what killed managers of engines left in ``folder``."""
-    for path in folder.glob("e-*.sock"):
+    for left in folder.glob("e-*.sock.lock"):
+        path = left.with_suffix("")
         lock = _lock(path)
         if lock is not None:
-            _remove(path, lock)
+            path.unlink(missing_ok=True)
+            _unlock(path, lock)
+
+
+def _listen(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    mask = os.umask(0o177)
+    try:
+        listening.bind(str(path))
+    finally:
+        os.umask(mask)
+    listening.listen(128)
+    return listening
+
+
+def _remove_stale(path: Path) -> None:
+    """Take away a socket on which nobody listens any more. Raises ConfigError for anything else that is there."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(f"socket: {path} exists and is not a socket; choose another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # so many wait for it that there is no room for one more
+    raise ConfigError(f"socket: something listens on {path} already; choose another path")
 
 
 def _lock_path(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
+
+
+def _patient_lock(path: Path) -> int:
+    """The lock of ``path``. Raises SocketTaken when another process keeps it, and OSError."""
+    end = time.monotonic() + _LOCK_SECONDS
+    while (lock := _lock(path)) is None:
+        if time.monotonic() > end:
+            raise SocketTaken(f"socket: {path} belongs to a running manager; stop it or choose another path")
+        time.sleep(0.01)
+    return lock
 
 
 def _lock(path: Path) -> int | None:
@@ -94,7 +117,6 @@ def _lock(path: Path) -> int | None:
         os.close(descriptor)  # its last holder took the file away in between
 
 
-def _remove(path: Path, lock: int) -> None:
-    path.unlink(missing_ok=True)
+def _unlock(path: Path, lock: int) -> None:
     _lock_path(path).unlink(missing_ok=True)
     os.close(lock)

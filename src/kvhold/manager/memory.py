@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable
 
 from kvhold.core.arena import ALIGN
-from kvhold.manager.config import ConfigError
 from kvhold.host import available_memory
+from kvhold.manager.config import ConfigError
 from kvhold.units import format_size
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,8 @@ PAGE = 64 << 20
 """Arena page; smaller arenas have smaller ones, so that several slot sizes find room."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
-_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def page_size(dram: int) -> int:
@@ -42,24 +43,33 @@ class ArenaMemory:
             raise ConfigError(f"dram: {format_size(dram)} is too small; give at least {format_size(HUGE)}")
         self.bytes = self.pages * self.page
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self.fd = os.memfd_create("kvhold-arena", flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0))
-        os.ftruncate(self.fd, self.bytes)
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
         try:
+            self.fd = os.memfd_create("kvhold-arena", flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0))
+            os.ftruncate(self.fd, self.bytes)
             self._map = mmap.mmap(self.fd, self.bytes)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            if not huge_pages:
+                raise ConfigError(f"dram: {format_size(dram)} cannot be mapped: {error}") from None
             need = self.bytes // HUGE
             raise ConfigError(
-                f"huge_pages: the kernel has no {need} free huge pages of 2MiB ({error.strerror}); "
+                f"huge_pages: the kernel has no {need} free huge pages of 2MiB ({error}); "
                 f"run `sysctl vm.nr_hugepages={need}` or start without huge pages"
             ) from None
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
         self._map.madvise(mmap.MADV_DONTFORK)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if _madvise(self._address, 0, _MADV_POPULATE_WRITE):
+            raise ConfigError("dram: this kernel cannot populate memory safely; kvhold needs Linux 5.14 or newer")
+        if available_memory() < self.page or _populate(self._address, self.page):
+            raise ConfigError(f"dram: not even {format_size(self.page)} of memory can be had; free some")
 
     def populate(self, added: Callable[[int], None], stop: Callable[[], bool]) -> None:
-        """Allocate page after page, saying so through ``added``; stops early, with a warning, where memory ends."""
+        """Allocate all pages but the first, which is there, saying so through ``added``.
+
+        Stops early, with a warning, where memory ends.
+        """
         reserve = max(256 << 20, available_memory() // 50)
-        for index in range(self.pages):
+        for index in range(1, self.pages):
             if stop():
                 return
             short = available_memory() - self.page < reserve
@@ -79,16 +89,12 @@ def _populate(address: int, size: int) -> int:
 
     In small pieces: a call holds the process's memory lock, and the loop's thread must get it in between.
     """
-    call = _libc.madvise
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     at, end = address, address + size
     while at < end:
-        if call(at, min(HUGE, end - at), _MADV_POPULATE_WRITE) == 0:
+        if _madvise(at, min(HUGE, end - at), _MADV_POPULATE_WRITE) == 0:
             at += HUGE
             continue
         error = ctypes.get_errno()
-        if error == errno.EINVAL:
-            raise ConfigError("dram: this kernel cannot populate memory safely; kvhold needs Linux 5.14 or newer")
         if error not in (errno.EINTR, errno.EAGAIN):
             return error
     return 0

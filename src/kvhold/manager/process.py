@@ -5,14 +5,19 @@ import logging
 import resource
 import signal
 import sys
+from contextlib import closing
 
 from kvhold import __version__
 from kvhold.manager.config import ConfigError, ManagerConfig, SocketTaken
+from kvhold.manager.listener import Listener, sweep
+from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.server import Server
 from kvhold.protocol import SOCKET_TAKEN
 from kvhold.units import format_size
 
 log = logging.getLogger(__name__)
+
+_ENDINGS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(config: ManagerConfig) -> int:
@@ -20,27 +25,38 @@ def run(config: ManagerConfig) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s kvhold %(levelname)s %(message)s")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # what comes while it starts is heeded once it runs
     try:
-        server = Server(config)
-        if config.http is not None:
-            from kvhold.manager.http import serve_http
-
-            serve_http(server, *config.http)
+        with closing(Listener(config.socket)) as listener:
+            _serve(config, listener)
     except ConfigError as error:
         log.error("%s", error)
         return SOCKET_TAKEN if isinstance(error, SocketTaken) else 2
-    for number in (signal.SIGTERM, signal.SIGINT):
+    log.info("ended")
+    return 0
+
+
+def _serve(config: ManagerConfig, listener: Listener) -> None:
+    if config.starter_fd is not None:
+        sweep(config.socket.parent)
+    memory = ArenaMemory(config.dram, config.huge_pages)
+    server = Server(config, listener, memory)
+    address = ""
+    if config.http is not None:
+        from kvhold.manager.http import serve_http
+
+        address = serve_http(server, *config.http)
+    for number in _ENDINGS:
         signal.signal(number, lambda *_: server.stop())
     log.info(
         "kvhold %s on %s: %s of DRAM%s in pages of %s%s",
         __version__,
         config.socket,
-        format_size(server.memory.bytes),
+        format_size(memory.bytes),
         " (huge pages)" if config.huge_pages else "",
-        format_size(server.memory.page),
-        f", http://{config.http[0]}:{config.http[1]}" if config.http else "",
+        format_size(memory.page),
+        f", {address}" if address else "",
     )
     gc.freeze()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
     server.run()
-    log.info("ended")
-    return 0

@@ -5,12 +5,11 @@ import os
 import queue
 import secrets
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -19,11 +18,10 @@ from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.connection import Connection, Stage
-from kvhold.manager.listener import Listener, sweep
+from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
 from kvhold.manager.report import report
-from kvhold.units import format_size
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +33,14 @@ T = TypeVar("T")
 
 
 class Server:
-    """A manager of one arena on one socket. :meth:`run` returns after :meth:`stop`, or when an embedded one is alone."""
+    """A manager of one arena on one socket. :meth:`run` ends after :meth:`stop`, or when an embedded one is alone."""
 
-    def __init__(self, config: ManagerConfig) -> None:
+    def __init__(self, config: ManagerConfig, listener: Listener, memory: ArenaMemory) -> None:
         self.config = config
-        self.listener = Listener(config.socket)
-        if config.starter_fd is not None:
-            sweep(config.socket.parent)
-        self.memory = ArenaMemory(config.dram, config.huge_pages)
+        self.listener = listener
+        self.memory = memory
         self.core = Core(self.memory.page, self.memory.bytes)
+        self.core.handle(ev.Populated(1))  # the first engine's first request finds somewhere to publish
         self.incarnation = secrets.randbits(62) + 1
         self.connections: dict[int, Connection] = {}
         self.started = time.time()
@@ -67,6 +64,8 @@ class Server:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - handed to the caller
@@ -74,7 +73,10 @@ class Server:
 
         self._calls.put(run)
         self._wake()
-        return future.result(timeout)
+        try:
+            return future.result(timeout)
+        finally:
+            future.cancel()  # nobody waits any more
 
     def _wake(self) -> None:
         try:
@@ -133,7 +135,8 @@ class Server:
 
         begun = time.monotonic()
         self.memory.populate(added, lambda: self._stopping)
-        log.info("arena populated in %.1f s", time.monotonic() - begun)
+        if not self._stopping:
+            log.info("arena populated in %.1f s", time.monotonic() - begun)
 
     def _watch_starter(self) -> set[int]:
         """Descriptors that become readable when the process that started an embedded manager is gone."""
@@ -197,11 +200,9 @@ class Server:
             for body in bodies:
                 if connection.stage is Stage.CLOSED:
                     return
-                self._message(connection, wire.FROM_CLIENT.decode(body))
+                self._message(connection, _decode(body))
         except wire.ProtocolError as error:
             self._refuse(connection, str(error))
-        except (msgspec.DecodeError, ValueError) as error:
-            self._refuse(connection, f"malformed message: {error}")
 
     def _flush(self, connection: Connection) -> None:
         if connection.stage is Stage.CLOSED:
@@ -231,10 +232,9 @@ class Server:
         """Close a connection. What its process may still touch stays until that process is proved dead."""
         if connection.stage is Stage.CLOSED:
             return
-        joined = connection.stage is Stage.SESSION and connection.role != "admin"
         self._selector.unregister(connection.sock)
         connection.close_socket()
-        if not joined:
+        if connection.id not in self.core.sessions:
             self._forget(connection)
             return
         if connection.said_bye:
@@ -271,19 +271,24 @@ class Server:
     # --- messages and effects -----------------------------------------------------------------------------------
 
     def _message(self, connection: Connection, message: wire.ClientMessage) -> None:
-        if connection.stage is Stage.HELLO or isinstance(message, wire.Hello):
-            if connection.stage is not Stage.HELLO or not isinstance(message, wire.Hello):
-                raise wire.ProtocolError("a session starts with one Hello")
-            self._hello(connection, message)
-        elif connection.role == "admin":
-            self._admin(connection, message)
-        elif isinstance(message, wire.Bye):
-            connection.said_bye = True
-            self._drop(connection)
-        elif isinstance(message, wire.Retire):
-            self._retire(message.token)
-        else:
-            self._apply(self.core.handle(_event(connection.id, message)))
+        if not isinstance(message, _MAY_SAY[connection.role]):
+            raise wire.ProtocolError(f"a {connection.role or 'new'} session does not say {type(message).__name__}")
+        match message:
+            case wire.Hello():
+                self._hello(connection, message)
+            case wire.Bye():
+                connection.said_bye = True
+                self._drop(connection)
+            case wire.Retire(token):
+                self._retire(token)
+            case wire.Status():
+                self._send(connection, wire.StatusReply(msgspec.json.encode(report(self))))
+            case wire.Purge(namespace):
+                log.info("purge of %s", namespace.hex() or "everything")
+                self._apply(self.core.handle(ev.Purge(namespace)))
+                self._send(connection, wire.Purged())
+            case _:
+                self._apply(self.core.handle(_event(connection.id, message)))
 
     def _hello(self, connection: Connection, hello: wire.Hello) -> None:
         if not 0 < hello.world <= 1024 or not 0 <= hello.rank < hello.world or len(hello.instance) > 256:
@@ -311,17 +316,6 @@ class Server:
         log.info("%s attached: %s", connection, connection.engine or "no name given")
         descriptor = self.memory.fd if connection.role == "worker" else None
         self._send(connection, wire.Welcome(self.incarnation, token, self.memory.bytes), descriptor)
-
-    def _admin(self, connection: Connection, message: wire.ClientMessage) -> None:
-        match message:
-            case wire.Status():
-                self._send(connection, wire.StatusReply(msgspec.json.encode(report(self))))
-            case wire.Purge():
-                log.info("purge of %s", message.namespace.hex() or "everything")
-                self._apply(self.core.handle(ev.Purge(message.namespace)))
-                self._send(connection, wire.Purged())
-            case _:
-                raise wire.ProtocolError("an admin session may ask for status and purge only")
 
     def _apply(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
@@ -353,7 +347,23 @@ class Server:
                     self._send(connection, wire.Grant(effect.space, effect.rows, effect.offsets, effect.epochs))
 
 
-def _event(session: int, message: wire.ClientMessage) -> Any:
+_MAY_SAY: dict[str, tuple[type, ...]] = {
+    "": (wire.Hello,),
+    "scheduler": (wire.Open, wire.Close, wire.Query, wire.Release, wire.Commit, wire.Return, wire.Retire, wire.Bye),
+    "worker": (wire.Mapped, wire.Retire, wire.Bye),
+    "admin": (wire.Status, wire.Purge),
+}
+"""What each role may say; who has no role yet introduces itself."""
+
+
+def _decode(body: bytes) -> wire.ClientMessage:
+    try:
+        return wire.FROM_CLIENT.decode(body)
+    except msgspec.DecodeError as error:
+        raise wire.ProtocolError(f"malformed message: {error}") from None
+
+
+def _event(session: int, message: wire.ClientMessage) -> ev.Event:
     """The core event of a session's message. Raises ProtocolError where packed fields do not fit each other."""
     match message:
         case wire.Mapped():
@@ -363,6 +373,8 @@ def _event(session: int, message: wire.ClientMessage) -> Any:
                 raise wire.ProtocolError(f"query of {len(keys)} bytes from {skip}")
             return ev.Query(session, op, space, skip, keys)
         case wire.Release(ops):
+            if len(ops) > ev.MAX_QUERY_KEYS:
+                raise wire.ProtocolError(f"release of {len(ops)} operations")
             return ev.Release(session, ops)
         case wire.Commit(space, parent, keys, rows, epochs, shards):
             _check_batch(rows, epochs)
@@ -378,7 +390,8 @@ def _event(session: int, message: wire.ClientMessage) -> Any:
             return ev.Open(session, space, namespace, group, key_bytes, shards, slots)
         case wire.Close(space):
             return ev.Close(session, space)
-    raise wire.ProtocolError(f"{type(message).__name__} is not for an engine's session")
+        case _:
+            raise AssertionError(message)
 
 
 def _check_batch(rows: bytes, epochs: bytes) -> None:

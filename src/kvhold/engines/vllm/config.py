@@ -54,8 +54,8 @@ def load_settings(extra: dict[str, Any]) -> Settings:
         except ValueError as error:
             raise ValueError(f"kvhold: setting 'dram': {error}") from None
     for name in ("step_budget_ms", "answer_deadline_ms"):
-        if not 0 <= getattr(settings, name) <= 1000:
+        if not 0 <= getattr(settings, name) <= 60_000:
             raise ValueError(
-                f"kvhold: setting {name!r} has the value {getattr(settings, name)!r}; give milliseconds from 0 to 1000"
+                f"kvhold: setting {name!r} has the value {getattr(settings, name)!r}; give milliseconds from 0 to 60000"
             )
     return settings

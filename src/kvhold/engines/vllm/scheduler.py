@@ -1,6 +1,7 @@
 """The scheduler half: keys, questions, plans. It never touches KV bytes and never waits beyond the step's budget."""
 
 import os
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ log = init_logger(__name__)
 
 _FIRST_ATTACH_SECONDS = 10.0
 """How long the engine's start waits for the first session."""
+_READY_SECONDS = 5.0
+"""How long it then waits for the manager's word that all workers are there, so that the first request is served."""
 
 
 @dataclass(slots=True)
@@ -109,6 +112,12 @@ class SchedulerHalf:
         self._reports = by_rank
         if by_rank[0].private:
             self._salt = os.urandom(16)
+        end = time.monotonic() + _READY_SECONDS
+        while self._keeper.channel is not None and time.monotonic() < end:
+            self.control.new_step()
+            if self.control.attachment:
+                break
+            self.control.pump(0.01)
 
     def bind_pool(self, pool: "BlockPool") -> None:
         self._publishing.bind(pool)

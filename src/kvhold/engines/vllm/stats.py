@@ -48,7 +48,7 @@ class KvHoldStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "KvHoldStats":
         for name, value in other.data.items():
-            self.add(name, value)
+            self.data[name] = self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
