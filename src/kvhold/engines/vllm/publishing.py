@@ -84,16 +84,14 @@ class Publishing:
         """Publish no more blocks that were computed before now."""
         self._sources.clear()
 
-    def plan(self, output: "SchedulerOutput", space: int) -> list[Publish]:
-        """What the workers shall copy after this step's forward."""
-        plans: list[Publish] = []
+    def plan(self, output: "SchedulerOutput", space: int, plans: list[Publish]) -> None:
+        """Add to ``plans`` what the workers shall copy after this step's forward."""
         scheduled = output.num_scheduled_tokens
         for name in [name for name in self._sources if name in scheduled]:
             source = self._sources[name]
             self._plan_one(source, scheduled[name], output, space, plans)
             if not self._decode and source.done is not None and source.done >= self._limit(source.request):
                 del self._sources[name]
-        return plans
 
     def _limit(self, request: "Request") -> int:
         """Blocks of a request that may ever be published."""
@@ -161,17 +159,19 @@ class Publishing:
 
     def ended(self, report: CopyReport, expected: tuple[int, ...]) -> None:
         """Copies have ended on every rank: let go of their source, then tell the manager."""
-        for number, ranks in report.ended.items():
-            batch = self._batches.pop(number, None)
-            if batch is None:
-                continue
-            if self._pool is not None:
-                self._pool.free_blocks([self._pool.blocks[block] for block in reversed(batch.blocks)])
-            self._under_way.difference_update(batch.keys)
-            if batch.attachment != self._control.attachment:
+        batches = [(self._let_go(number), ranks) for number, ranks in report.ended.items()]
+        for batch, ranks in batches:
+            if batch is None or batch.attachment != self._control.attachment:
                 continue
             shards = tuple(ranks.get(rank, -1) for rank in range(len(expected)))
             if batch.space in self._control.credit and shards == expected:
                 self._control.commit(batch.space, batch.parent, batch.keys, batch.slots, shards)
             else:
                 self._control.give_back(batch.slots)
+
+    def _let_go(self, number: int) -> Batch | None:
+        batch = self._batches.pop(number, None)
+        if batch is not None and self._pool is not None:
+            self._under_way.difference_update(batch.keys)
+            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(batch.blocks)])
+        return batch

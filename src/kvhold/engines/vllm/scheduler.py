@@ -178,21 +178,30 @@ class SchedulerHalf:
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
         """The engine has given ``request`` blocks, and wants ``external`` tokens of them restored."""
         name = request.request_id
-        if self._publishes_wanted:
-            self._publishing.admit(request)
-        if external <= 0:
-            self._lookups.settle(name)
-            return
-        count, rest = divmod(external, self._block_tokens)
-        taken = self._lookups.take(name, count) if not rest else None
+        load = None
+        try:
+            if self._publishes_wanted:
+                self._publishing.admit(request)
+            if external <= 0:
+                self._lookups.settle(name)
+            else:
+                load = self._begin_restore(name, blocks.get_block_ids()[0], external)
+        finally:
+            # What was promised and cannot be had any more is a load all the same: one that workers report as failed,
+            # so that the request is recomputed. Without one it would wait for ever.
+            if external > 0:
+                if load is None:
+                    self._restores[name] = Restore(0, 0)
+                self._loads.append(load or Load(name, [], array("Q")))
+
+    def _begin_restore(self, name: str, table: list[int], external: int) -> Load | None:
+        blocks, rest = divmod(external, self._block_tokens)
+        taken = self._lookups.take(name, blocks) if not rest else None
         if taken is None:
-            # Promised, and not to be had any more: the workers report it as failed, and it is recomputed.
-            self._loads.append(Load(name, [], array("Q")))
-            self._restores[name] = Restore(0, 0)
-            return
+            return None
         op, first, offsets = taken
         self._restores[name] = Restore(op, self.control.attachment)
-        self._loads.append(Load(name, list(blocks.get_block_ids()[0][first : first + count]), offsets))
+        return Load(name, list(table[first : first + blocks]), offsets)
 
     def finished(self, request: "Request") -> None:
         """The request is over, however; a restore of it may still run, and is waited for."""
@@ -207,29 +216,34 @@ class SchedulerHalf:
 
     def plan(self, output: "SchedulerOutput") -> StepPlan:
         """What the workers do in this step."""
-        space = self._ready()
+        loads, self._loads = self._loads, []
+        plan = StepPlan(self._step + 1, 0, loads)
+        try:
+            space = self._ready()
+            if space is not None and self._publishes_wanted:
+                self._publishing.plan(output, space, plan.publishes)
+        except Exception:
+            log.exception("kvhold: planning failed; blocks of this step are not published")
         self._step += 1
-        plan = StepPlan(self._step, self.control.incarnation, self._loads)
-        self._loads = []
-        if space is not None and self._publishes_wanted:
-            plan.publishes = self._publishing.plan(output, space)
+        plan.incarnation = self.control.incarnation
         self._in_step = False
         return plan
 
     def took_output(self, output: "KVConnectorOutput") -> None:
         """Workers have ended restores and publishes."""
+        ended: list[int] = []
         for name in output.finished_recving or ():
             restore = self._restores.pop(name, None)
             if restore is None:
                 continue
             if restore.op and restore.attachment == self.control.attachment:
-                self.control.release((restore.op,))
+                ended.append(restore.op)
             if name in output.failed_recving and not restore.orphan:
                 self._failed.add(name)
-                self._lookups.drop(name)
         report = output.kv_connector_worker_meta
         if isinstance(report, CopyReport) and self._geometry is not None:
             self._publishing.ended(report, self._geometry.shards)
+        self.control.release(ended)
 
     @property
     def holding(self) -> bool:

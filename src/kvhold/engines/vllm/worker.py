@@ -2,6 +2,7 @@
 
 import threading
 import time
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from kvhold.engines.vllm import identity
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.layout import read_layout
-from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
+from kvhold.engines.vllm.plans import CopyReport, StepPlan, WorkerReport
 from kvhold.engines.vllm.stats import KvHoldStats
 
 if TYPE_CHECKING:
@@ -161,7 +162,13 @@ class WorkerHalf:
     def start_loads(self, plan: StepPlan) -> None:
         """Begin this step's restores."""
         for load in plan.loads:
-            self._copies.loads[load.request] = plan.step, self._begin_load(plan, load)
+            offsets = load.offsets
+            job = (
+                self._begin(plan, load.blocks, offsets, publish=False)
+                if offsets
+                else _failed("it cannot be had any more")
+            )
+            self._copies.loads[load.request] = plan.step, job
 
     def start_publishes(self, plan: StepPlan) -> None:
         """Begin this step's publishes; once per step, however often it is called."""
@@ -169,28 +176,24 @@ class WorkerHalf:
             return
         self._saved = plan.step
         for publish in plan.publishes:
-            self._copies.publishes[publish.batch] = plan.step, self._begin_publish(plan, publish)
+            job = self._begin(plan, publish.blocks, publish.offsets, publish=True)
+            self._copies.publishes[publish.batch] = plan.step, job
         with self._lock:
             self._done_step = plan.step
             old = len(self._sessions) > 1
         if old:
             self._keeper.wake()
 
-    def _begin_load(self, plan: StepPlan, load: Load) -> Job:
-        arena = self._arena(plan.incarnation)
-        if arena is None or self._copier is None or not load.offsets:
-            job = Job(0)
-            job.end("the objects are not there any more")
-            return job
-        return self._copier.begin_restore(arena, load.blocks, load.offsets)
-
-    def _begin_publish(self, plan: StepPlan, publish: Publish) -> Job:
-        arena = self._arena(plan.incarnation)
-        if arena is None or self._copier is None:
-            job = Job(0)
-            job.end("the arena is gone")
-            return job
-        return self._copier.begin_publish(arena, publish.blocks, publish.offsets)
+    def _begin(self, plan: StepPlan, blocks: list[int], offsets: "array[int]", publish: bool) -> Job:
+        """Begin a copy; one that cannot be begun is a failed one, because somebody waits for its end."""
+        try:
+            arena = self._arena(plan.incarnation)
+            if arena is None or self._copier is None:
+                return _failed("its arena is gone")
+            begin = self._copier.begin_publish if publish else self._copier.begin_restore
+            return begin(arena, blocks, offsets)
+        except Exception as error:  # noqa: BLE001 - see above
+            return _failed(f"{type(error).__name__}: {error}")
 
     def _arena(self, incarnation: int) -> ArenaMapping | None:
         with self._lock:
@@ -241,3 +244,9 @@ class WorkerHalf:
         taken = KvHoldStats(dict(self.stats.data))
         self.stats.reset()
         return taken
+
+
+def _failed(reason: str) -> Job:
+    job = Job(0)
+    job.end(reason)
+    return job
