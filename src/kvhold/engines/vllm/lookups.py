@@ -67,7 +67,9 @@ class Lookups:
 
     def miss(self, request: str, first: int, last: int, reason: str) -> None:
         """Account once for blocks that are not asked for because of ``reason``."""
-        if self._current(request, first, last) is None:
+        lookup = self._current(request, first, last)
+        if lookup is None or not lookup.closed:
+            self.drop(request)
             self._by_request[request] = self._missed(first, last, reason)
 
     def resident(self, request: str) -> int | None:
