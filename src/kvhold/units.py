@@ -1,6 +1,7 @@
 """Sizes that people write and read: ``64GiB``, ``512MiB``, ``1.5GB``."""
 
 import re
+from fractions import Fraction
 
 _FACTORS = {
     "": 1,
@@ -27,7 +28,7 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.match(str(text))
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like '64GiB' or '512MiB'")
-    return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
+    return int(Fraction(match[1]) * _FACTORS[(match[2] or "").lower()])
 
 
 def format_size(size: int) -> str:

@@ -1,6 +1,7 @@
 """``kvhold status`` and ``kvhold purge``: ask a running manager."""
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,15 +25,20 @@ def ask(socket: Path | None, message: wire.ClientMessage) -> wire.ManagerMessage
         try:
             channel = Channel(path, wire.Hello("admin"), _SECONDS)
         except AttachError as error:
-            failure = str(error) if socket else failure
+            failure = str(error) if socket or path.is_socket() else failure
             continue
         channel.send(message)
-        answers = channel.receive(_SECONDS)
-        while answers == [] and not channel.lost:
-            answers = channel.receive(_SECONDS)
-        if answers:
-            return answers[0]
-        failure = f"the manager on {path} did not answer"
+        answers: list[wire.ManagerMessage] = []
+        end = time.monotonic() + _SECONDS
+        while not answers and not channel.lost and (left := end - time.monotonic()) > 0:
+            answers = channel.receive(left)
+        match answers:
+            case [wire.StatusReply() | wire.Purged() as answer]:
+                return answer
+            case [wire.Refused(reason)]:
+                failure = f"the manager on {path} refused: {reason}"
+            case _:
+                failure = f"the manager on {path} did not answer"
     typer.echo(failure, err=True)
     raise typer.Exit(1)
 

@@ -93,9 +93,10 @@ class Arena:
         run.rows[index] = -1
         run.free.append(index)
         self.free_slot_bytes += run.size
-        if len(run.free) == run.count:
+        free = len(run.free)
+        if free == run.count:
             self._dissolve(run)
-        elif not run.draining:
+        elif free == 1 and not run.draining:
             self._open.setdefault(run.size, {})[run.base] = run
 
     def drain(self, run: Run) -> None:
@@ -112,6 +113,8 @@ class Arena:
         return run
 
     def _cut(self, size: int) -> Run | None:
+        if not self.free_pages:
+            return None
         span = self.span_of(size)
         first = self._find(span)
         if first is None:

@@ -82,7 +82,7 @@ class Catalogue:
         self._heads: dict[int, int] = {}
         self._spare: list[int] = []
         self.state = bytearray()
-        self.leases = array("I")
+        self.leases: list[int] = []  # small integers are shared: no objects of their own, and faster than an array
         self.epoch = array("Q")
         self.offset = array("Q")
         self.owner = array("Q")  # a credit's attachment, an object's index
@@ -165,8 +165,8 @@ class Catalogue:
 
     def remove(self, row: int) -> None:
         """Take an object out of its index and list; a leased one becomes DOOMED, any other is freed."""
-        index = self.indexes[self.owner[row]]
-        del index.maps[self.key[row][-1]][self.key[row]]
+        index, key = self.indexes[self.owner[row]], self.key[row]
+        del index.maps[key[-1]][key]
         index.objects -= 1
         self.key[row] = b""
         self._unlink(row)
@@ -174,7 +174,8 @@ class Catalogue:
             self.move(row, State.DOOMED)
         else:
             self.free(row)
-        self.drop_index_if_idle(index)
+        if not index.objects:
+            self.drop_index_if_idle(index)
 
     def lease(self, rows: Sequence[int]) -> None:
         """Keep these resident or leased rows, all of one size, where they are until :meth:`release`."""
@@ -266,11 +267,18 @@ class Catalogue:
         there too, the oldest of the new size goes instead; without one, the run around is emptied as far as it can
         be, and drains; and when enough is draining already, it is passed over.
         """
-        victims = [row for head in self._heads.values() if (row := self._victim(head)) is not None]
-        oldest = min(victims, key=self.stamp.__getitem__, default=None)
+        oldest = own = None
+        for listed, head in self._heads.items():
+            row = self._victim(head)
+            if row is None:
+                continue
+            if listed == size:
+                own = row
+            if oldest is None or self.stamp[row] < self.stamp[oldest]:
+                oldest = row
         if oldest is None:
             return False
-        if self.size[oldest] == size:
+        if oldest == own:
             self._evict(oldest)
             return True
         pages, span = len(self.arena.runs), self.arena.span_of(size)
@@ -280,8 +288,8 @@ class Catalogue:
         if window := self._window(self.offset[oldest] // self.arena.page, span):
             for run in window:
                 self._empty(run)
-        elif own := [row for row in victims if self.size[row] == size]:
-            self._evict(own[0])
+        elif own is not None:
+            self._evict(own)
         elif self.arena.draining_pages < max(span, pages // _DRAIN_SHARE):
             self._empty(run)
         else:

@@ -10,7 +10,7 @@ Reading order: ``events``, ``arena``, ``catalogue``, ``sessions``, then this fil
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from struct import iter_unpack
+from struct import unpack
 
 from kvhold.core import events as ev
 from kvhold.core.arena import Arena, align
@@ -26,6 +26,10 @@ LIMBO_SHARE = 0.5
 """Above this share of bytes whose owners are lost but not proved dead, new sessions are refused."""
 
 Work = Iterator[list[Effect]]
+
+
+def _split(keys: bytes, width: int) -> tuple[bytes, ...]:
+    return unpack(f"{width}s" * (len(keys) // width), keys)
 
 
 class Core:
@@ -276,8 +280,8 @@ class Core:
         catalogue, index, credits, counters = self.catalogue, space.index, space.credits, self.counters
         rows = array("I", event.rows)
         parent = index.get(event.parent) if event.parent else None
-        keys = iter_unpack(f"{index.key_bytes}s", event.keys)
-        for (key,), row, epoch in zip(keys, rows, array("Q", event.epochs), strict=True):
+        keys = _split(event.keys, index.key_bytes)
+        for key, row, epoch in zip(keys, rows, array("Q", event.epochs), strict=True):
             known = index.get(key)
             if row not in credits or catalogue.epoch[row] != epoch:
                 counters["stale"] += 1
@@ -336,7 +340,7 @@ class Core:
         for start in range(0, asked, ev.MAX_BATCH):
             found: list[int] = []
             try:
-                for (key,) in iter_unpack(f"{width}s", event.keys[start * width : (start + ev.MAX_BATCH) * width]):
+                for key in _split(event.keys[start * width : (start + ev.MAX_BATCH) * width], width):
                     found.append(maps[key[-1]][key])
             except KeyError:
                 reason = Reason.NOT_STORED
@@ -346,7 +350,7 @@ class Core:
                 reason = Reason.BUDGET
             self.catalogue.lease(wanted)
             rows += found
-            offsets.extend([offset[row] for row in wanted])
+            offsets.extend(map(offset.__getitem__, wanted))
             if reason or start + ev.MAX_BATCH >= asked:
                 break
             yield []

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     pass
 
 
