@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
@@ -19,12 +20,22 @@ MAX_BATCH = 512
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a space is about: see :class:`kvhold.protocol.Open`. ``shards`` are bytes per rank."""
+    """What a space is about: see :class:`kvhold.protocol.Open`. ``shards`` are padded bytes by rank."""
 
     namespace: bytes
     group: int
     key_bytes: int
     shards: tuple[int, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's shard starts in an object."""
+        return tuple(accumulate(self.shards, initial=0))[:-1]
+
+
+def padded(shard: int) -> int:
+    """``shard`` bytes as the protocol wants them."""
+    return -(-shard // wire.SHARD_ALIGN) * wire.SHARD_ALIGN
 
 
 @dataclass(slots=True)

@@ -278,10 +278,10 @@ class Core:
         if space is None or not whole or event.shards != space.index.shards:
             return [ev.Refuse(event.session, f"commit to space {event.space} without all of its shards")]
         catalogue, index, credits, counters = self.catalogue, space.index, space.credits, self.counters
-        rows = array("I", event.rows)
+        stored: list[int] = []
         parent = index.get(event.parent) if event.parent else None
         keys = _split(event.keys, index.key_bytes)
-        for key, row, epoch in zip(keys, rows, array("Q", event.epochs), strict=True):
+        for key, row, epoch in zip(keys, array("I", event.rows), array("Q", event.epochs), strict=True):
             known = index.get(key)
             if row not in credits or catalogue.epoch[row] != epoch:
                 counters["stale"] += 1
@@ -290,13 +290,14 @@ class Core:
             credits.discard(row)
             if known is None:
                 catalogue.insert(row, index, key, parent)
-                counters["commits"] += 1
+                stored.append(row)
                 parent = row
             else:
                 catalogue.free(row)
                 counters["duplicates"] += 1
                 parent = known
-        catalogue.vacate(rows)
+        counters["commits"] += len(stored)
+        catalogue.vacate(stored)
         if len(credits) < self._target(space):
             self._hungry[attachment.id, event.space] = None
         self._drop_if_closed(attachment, event.space)

@@ -15,7 +15,7 @@ _LOCK_SECONDS = 0.2
 
 
 class Listener:
-    """Binds ``path`` with mode 0600. Raises ConfigError when another manager or program has it."""
+    """Takes ``path``, with mode 0600. Raises ConfigError when another manager or program has it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,12 +30,16 @@ class Listener:
             self._lock = _patient_lock(path)
             try:
                 _remove_stale(path)
-                self.socket = _listen(path)
+                self.socket = _bind(path)
             except (ConfigError, OSError):
                 _unlock(path, self._lock)
                 raise
         except OSError as error:
             raise ConfigError(f"socket: {path} cannot be had: {error.strerror}") from None
+
+    def listen(self) -> None:
+        """Let clients connect; until now they were told that nobody is here."""
+        self.socket.listen(128)
 
     def close(self) -> None:
         """Stop listening and take the paths away; the lock goes last. Closing again does nothing."""
@@ -55,15 +59,14 @@ def sweep(folder: Path) -> None:
             _unlock(path, lock)
 
 
-def _listen(path: Path) -> socket.socket:
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+def _bind(path: Path) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     mask = os.umask(0o177)
     try:
-        listening.bind(str(path))
+        bound.bind(str(path))
     finally:
         os.umask(mask)
-    listening.listen(128)
-    return listening
+    return bound
 
 
 def _remove_stale(path: Path) -> None:

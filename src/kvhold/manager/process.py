@@ -48,6 +48,7 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         address = serve_http(server, *config.http)
     for number in _ENDINGS:
         signal.signal(number, lambda *_: server.stop())
+    listener.listen()
     log.info(
         "kvhold %s on %s: %s of DRAM%s in pages of %s%s",
         __version__,

@@ -5,6 +5,7 @@ import os
 import queue
 import secrets
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -93,14 +94,14 @@ class Server:
         populating.start()
         try:
             while not self._stopping:
+                if self.config.starter_fd is not None and not self._starter and not self._engines():
+                    log.info("the last engine is gone; so is this manager")
+                    break
                 for key, mask in self._selector.select(self._patience()):
                     key.data(mask)
                 if self.core.has_work:
                     self._apply(self.core.step())
                 self._expire()
-                if self.config.starter_fd is not None and not self._starter and not self._engines():
-                    log.info("the last engine is gone; so is this manager")
-                    break
         finally:
             self._stopping = True
             self.listener.close()
@@ -139,14 +140,15 @@ class Server:
             log.info("arena populated in %.1f s", time.monotonic() - begun)
 
     def _watch_starter(self) -> set[int]:
-        """Descriptors that become readable when the process that started an embedded manager is gone."""
+        """Descriptors that become readable when the process that started an embedded manager lets go or is gone."""
         if self.config.starter_fd is None:
             return set()
-        watched = {self.config.starter_fd}
+        lifeline = socket.socket(fileno=self.config.starter_fd)
         try:
-            watched.add(os.pidfd_open(os.getppid()))
-        except OSError:
+            _, pidfd = peer_pidfd(lifeline)  # its forks may hold the other end, too, and outlive it
+        except UnknownPeer:
             return set()
+        watched = {lifeline.detach(), pidfd}
         for descriptor in watched:
             self._selector.register(descriptor, selectors.EVENT_READ, self._starter_left)
         return watched
@@ -385,7 +387,12 @@ def _event(session: int, message: wire.ClientMessage) -> ev.Event:
             _check_batch(rows, epochs)
             return ev.Return(session, rows, epochs)
         case wire.Open(space, namespace, group, key_bytes, shards, slots):
-            if len(namespace) != 32 or not 0 < key_bytes <= 64 or slots < 0 or not all(0 < s < 1 << 40 for s in shards):
+            if (
+                len(namespace) != 32
+                or not 0 < key_bytes <= 64
+                or slots < 0
+                or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
+            ):
                 raise wire.ProtocolError("space without a proper namespace, key length or shards")
             return ev.Open(session, space, namespace, group, key_bytes, shards, slots)
         case wire.Close(space):

@@ -8,6 +8,7 @@ its :class:`Welcome`. Anything outside of this ends the connection.
 from kvhold.protocol.framing import (
     MAX_FRAME,
     PREAMBLE,
+    SHARD_ALIGN,
     SOCKET_TAKEN,
     VERSION,
     FrameReader,
@@ -48,6 +49,7 @@ __all__ = [
     "FROM_MANAGER",
     "MAX_FRAME",
     "PREAMBLE",
+    "SHARD_ALIGN",
     "SOCKET_TAKEN",
     "VERSION",
     "Answer",

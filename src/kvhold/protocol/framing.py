@@ -12,6 +12,8 @@ VERSION = 1
 PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)
 """What a client sends before its first frame."""
 
+SHARD_ALIGN = 4096
+"""Shards of an object start at multiples of this, and their lengths are given padded to it."""
 SOCKET_TAKEN = 3
 """Exit status of a manager whose socket another one has; to who started it: somebody was faster, attach to that."""
 

@@ -30,11 +30,16 @@ def engine_label(config: "VllmConfig") -> str:
     return f"vLLM {config.model_config.model}"
 
 
+def embedded_path(instance: str) -> Path:
+    """Where the engine's own manager listens: one for all of its data-parallel ranks, which vLLM numbers in the id."""
+    return embedded_socket(re.sub(r"_dp\d+$", "", instance))
+
+
 def make_keeper(half: Half, config: "VllmConfig", settings: Settings, reads: bool) -> Keeper:
     """A keeper for the manager that ``settings`` name; by default the engine's own, or else the host's."""
     if settings.socket is not None:
         return Keeper(half, [Path(settings.socket)], None, reads)
-    own = embedded_socket(re.sub(r"_dp\d+$", "", instance_of(config)))
+    own = embedded_path(instance_of(config))
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
     log.info_once("kvhold: without a manager on this host the engine starts its own with %s of DRAM", format_size(dram))
     return Keeper(half, [own, default_socket()], Embedded(own, dram, settings.huge_pages), reads)

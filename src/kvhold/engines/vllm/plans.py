@@ -30,12 +30,16 @@ class Publish:
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """Scheduler to workers: step ``step``, planned against the manager of ``incarnation``."""
+    """Scheduler to workers: step ``step``, planned against the manager of ``incarnation``.
+
+    Offsets are those of whole objects; each rank's shard begins ``starts[rank]`` bytes into one.
+    """
 
     step: int
     incarnation: int
     loads: list[Load] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)
+    starts: tuple[int, ...] = ()
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvhold.client.channel import Channel
-from kvhold.client.control import Control, Geometry
+from kvhold.client.control import Control, Geometry, padded
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.identity import hashes_are_private, namespace
@@ -149,7 +149,7 @@ class SchedulerHalf:
                 algorithm,
             )
         name = namespace(self._reports[0].digest, algorithm, kv_cache_utils.get_none_hash_seed(), self._salt)
-        shards = tuple(self._reports[rank].shard_bytes for rank in range(self._world))
+        shards = tuple(padded(self._reports[rank].shard_bytes) for rank in range(self._world))
         return Geometry(name, 0, len(kv_cache_utils.NONE_HASH), shards)
 
     # --- questions ----------------------------------------------------------------------------------------------
@@ -226,6 +226,7 @@ class SchedulerHalf:
             log.exception("kvhold: planning failed; blocks of this step are not published")
         self._step += 1
         plan.incarnation = self.control.incarnation
+        plan.starts = self._geometry.starts if self._geometry is not None else ()
         self._in_step = False
         return plan
 

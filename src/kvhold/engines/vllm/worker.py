@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from kvhold import protocol as wire
 from kvhold.client.arena import ArenaMapping
 from kvhold.client.channel import Channel
+from kvhold.client.control import padded
 from kvhold.copy.engine import Copier, make_copier
 from kvhold.copy.job import Job
 from kvhold.engines.vllm import identity
@@ -191,7 +192,8 @@ class WorkerHalf:
             if arena is None or self._copier is None:
                 return _failed("its arena is gone")
             begin = self._copier.begin_publish if publish else self._copier.begin_restore
-            return begin(arena, blocks, offsets)
+            start = plan.starts[self._rank]
+            return begin(arena, blocks, [offset + start for offset in offsets])
         except Exception as error:  # noqa: BLE001 - see above
             return _failed(f"{type(error).__name__}: {error}")
 
@@ -228,7 +230,7 @@ class WorkerHalf:
             del self._copies.publishes[batch]
             self.stats.add("publishes")
             if job.error is None:
-                report.ended[batch] = {self._rank: self._report.shard_bytes}
+                report.ended[batch] = {self._rank: padded(self._report.shard_bytes)}
                 self.stats.add("publish_bytes", job.size)
                 self.stats.add("publish_seconds", job.seconds)
             else:

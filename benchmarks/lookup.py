@@ -1,0 +1,105 @@
+"""How long the scheduler half's question takes, socket included, and what a step of it costs in CPU time.
+
+./dev run python benchmarks/lookup.py
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from figures import median, spread
+
+from kvhold import protocol as wire
+from kvhold.client.channel import AttachError, Channel
+from kvhold.client.control import Control, Geometry
+
+GOALS_MS = {100: 0.2, 1_000: 0.6, 10_000: 4.0}
+SHARD = 4096
+
+
+class Engine:
+    """A scheduler session and a worker session of one instance, without an engine."""
+
+    def __init__(self, socket: Path) -> None:
+        self.worker = Channel(socket, wire.Hello("worker", "bench", 0, 1, "benchmark"), 5)
+        self.worker.send(wire.Mapped())
+        keeper: Any = SimpleNamespace(channel=Channel(socket, wire.Hello("scheduler", "bench", 0, 1, "benchmark"), 5))
+        self.control = Control(keeper, step_seconds=1.0, answer_seconds=10.0)
+        while not self.control.attachment:
+            self.control.new_step()
+        self.control.open(1, Geometry(os.urandom(32), 0, 32, (SHARD,)), 4096)
+
+    def store(self, keys: list[bytes]) -> None:
+        done = 0
+        while done < len(keys):
+            self.control.pump(0.01)
+            count = min(len(self.control.credit[1]), len(keys) - done)
+            if count:
+                slots = self.control.credit[1].take(count)
+                self.control.commit(1, keys[done - 1] if done else b"", keys[done : done + count], slots, (SHARD,))
+                done += count
+
+    def ask(self, keys: list[bytes]) -> float:
+        """Seconds from a request's hashes to the offsets of its blocks."""
+        self.control.new_step()
+        begun = time.perf_counter()
+        op = self.control.ask(1, 0, b"".join(keys))
+        answer = self.control.answer(op)
+        seconds = time.perf_counter() - begun
+        assert answer is not None, "no answer within a second"
+        assert answer.resident == len(keys), (len(keys), answer)
+        self.control.release((op,))
+        return seconds
+
+    def idle_step(self) -> float:
+        """CPU seconds of a step in which nothing is asked."""
+        begun = time.thread_time()
+        self.control.new_step()
+        return time.thread_time() - begun
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
+        socket = Path(folder) / "k.sock"
+        command = [sys.executable, "-m", "kvhold.cli", "serve", "--dram", "256MiB", "--socket", str(socket)]
+        manager = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            engine = _attach(socket)
+            chains = {count: [os.urandom(32) for _ in range(count)] for count in GOALS_MS}
+            for keys in chains.values():
+                engine.store(keys)
+            for keys in chains.values():
+                for _ in range(10):
+                    engine.ask(keys)
+            for count, keys in chains.items():
+                times = []
+                for _ in range(200 if count < 10_000 else 60):
+                    times.append(engine.ask(keys) * 1e3)
+                    time.sleep(0.01)  # the manager marks the chain as used, and takes the release, after its answer
+                verdict = "met" if median(times) <= GOALS_MS[count] else "missed"
+                print(f"lookup of {count:>6} blocks: {spread(times)} ms; goal p50 {GOALS_MS[count]} ms, {verdict}")
+            idle = [engine.idle_step() * 1e6 for _ in range(2000)]
+            print(f"a step of the scheduler half that asks nothing: {spread(idle)} us of CPU time")
+        finally:
+            manager.terminate()
+            manager.wait()
+
+
+def _attach(socket: Path) -> Engine:
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return Engine(socket)
+        except AttachError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Engines and managers as the processes they are: shared, embedded, killed."""
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed import close, engine, generate, prompt, reference, running
+from engine_process import EngineProcess, packed
+from kvhold_bed import attached, connect, scheduler_side, serving, status, until, warm_up
+from manager_process import Manager
+from vllm.config import KVTransferConfig
+
+from kvhold.client.paths import embedded_socket
+
+PROMPTS = [prompt(400, seed) for seed in range(3)]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime directory of this test alone: no manager of the host is found."""
+    with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / "kvhold"
+
+
+def bits(outputs: list[Any]) -> list[Any]:
+    """Tokens and logprobs, to the last bit."""
+    return [(o["tokens"], o["logprobs"]) for o in outputs]
+
+
+def managers(runtime: Path) -> list[int]:
+    """Processes of managers whose socket lies in ``runtime``."""
+    listing = subprocess.run(["ps", "-eww", "-o", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(None, 2) for line in listing.splitlines() if "kvhold.manager" in line and str(runtime) in line]
+    return [int(pid) for pid, state, _ in lines if not state.startswith("Z")]
+
+
+def leftovers(runtime: Path) -> list[str]:
+    return sorted(path.name for path in runtime.iterdir()) if runtime.exists() else []
+
+
+def test_two_engines_at_once_share_one_manager(llama_dir: Path, manager: Manager) -> None:
+    expected = [packed(output) for output in reference(llama_dir, PROMPTS)]
+    other = EngineProcess(llama_dir, connector=connect(manager))
+    with serving(llama_dir, manager) as llm:
+        other.ready()
+        assert len([i for i in status(manager.socket)["instances"] if i["ready"]]) == 2
+        cold = [packed(output) for output in generate(llm, PROMPTS[:2])]
+        assert bits(cold) == bits(expected[:2])
+        restored = other.generate(PROMPTS)
+        assert bits(restored) == bits(expected)
+        assert [output["cached"] for output in restored] == [384, 384, 0]
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS[2:])[0].cached == 384
+        other.kill()  # its leases and credits come back, the objects stay
+        until(lambda: len(status(manager.socket)["instances"]) == 1, "the dead engine is forgotten")
+        assert status(manager.socket)["objects"] == 36
+    until(lambda: status(manager.socket)["accounts"]["credit"] == 0, "nothing is held")
+
+
+def test_tensor_parallel_ranks(llama_dir: Path, manager: Manager) -> None:
+    """Two ranks, each with its own part of every object; the answer is that of the same engine without kvhold."""
+    options = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    plain = EngineProcess(llama_dir, connector=None, enable_prefix_caching=False, **options)
+    plain.ready()
+    expected = [plain.generate([tokens])[0] for tokens in PROMPTS]
+    assert plain.close() == 0
+    first = EngineProcess(llama_dir, connector=connect(manager), **options)
+    first.ready()
+    report = status(manager.socket)
+    assert sorted((s["role"], s["rank"]) for s in report["sessions"]) == [
+        ("scheduler", 0),
+        ("worker", 0),
+        ("worker", 1),
+    ]
+    first.generate([prompt(3, 999)], 1)
+    until(lambda: status(manager.socket)["accounts"]["credit"], "slots are granted")
+    first.generate([prompt(3, 999)], 1)  # the grant is taken in
+    for tokens, output in zip(PROMPTS, expected, strict=True):
+        assert bits(first.generate([tokens])) == bits([output])
+    assert status(manager.socket)["objects"] == 36
+    assert first.ask({"reset": True})["reset"]
+    for tokens, output in zip(PROMPTS, expected, strict=True):
+        [restored] = first.generate([tokens])
+        assert bits([restored]) == bits([output])
+        assert restored["cached"] == 384
+    assert first.close() == 0
+    until(lambda: not status(manager.socket)["instances"], "the sessions ended")
+
+
+def test_embedded_by_default_and_gone_with_the_engine(llama_dir: Path, runtime: Path) -> None:
+    expected = reference(llama_dir, PROMPTS)
+    llm = engine(llama_dir, connector={"answer_deadline_ms": 10_000})
+    try:
+        warm_up(llm)
+        assert len(managers(runtime)) == 1
+        assert generate(llm, PROMPTS) == expected
+        assert llm.reset_prefix_cache()
+        restored = generate(llm, PROMPTS)
+        assert restored == expected
+        assert [output.cached for output in restored] == [384, 384, 384]
+    finally:
+        close(llm)
+    until(lambda: not managers(runtime), "the manager ends with the engine")
+    until(lambda: not leftovers(runtime), "its files are gone")
+
+
+def test_embedded_manager_is_replaced_when_it_is_killed(llama_dir: Path, runtime: Path) -> None:
+    expected = reference(llama_dir, PROMPTS)
+    with running(llama_dir, connector={"answer_deadline_ms": 10_000, "dram": "64MiB"}) as llm:
+        warm_up(llm)
+        [pid] = managers(runtime)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: (found := managers(runtime)) and found != [pid], "another manager is started")
+        until(lambda: attached(llm), "the engine is attached to it")
+        for _ in range(2):
+            outputs = generate(llm, PROMPTS)
+            assert outputs == expected
+            assert llm.reset_prefix_cache()
+        assert [output.cached for output in outputs] == [384, 384, 384]
+    until(lambda: not managers(runtime), "it ends with the engine too")
+
+
+def test_embedded_manager_ends_when_the_engine_is_killed(llama_dir: Path, runtime: Path) -> None:
+    child = EngineProcess(llama_dir, connector={"dram": "64MiB"})
+    child.ready()
+    [pid] = managers(runtime)
+    child.generate(PROMPTS)
+    child.kill()
+    until(lambda: not managers(runtime), "the manager ends")
+    until(lambda: not leftovers(runtime), "its files are gone")
+    until(lambda: _is_gone(pid), "the process is gone")
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def test_the_hosts_manager_is_preferred_to_an_own_one(llama_dir: Path, runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    process = Manager(runtime)  # listens on the default path
+    try:
+        with running(llama_dir, connector={}) as llm:
+            warm_up(llm)
+            assert status(process.socket)["instances"][0]["ready"]
+            assert not managers(runtime)
+            process.restart()
+            until(lambda: attached(llm), "attached again, and not to an own one")
+            assert not managers(runtime)
+    finally:
+        process.kill()
+
+
+def test_data_parallel_ranks_share_one_socket() -> None:
+    from kvhold.engines.vllm.attach import embedded_path
+
+    assert embedded_path("abc_dp0") == embedded_path("abc_dp1") == embedded_path("abc") == embedded_socket("abc")
+    assert embedded_path("abc") != embedded_path("abd")
+
+
+def test_found_by_its_bare_name(llama_dir: Path, manager: Manager) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvhold.engines.vllm import plugin
+
+    plugin.register()
+    plugin.register()  # idempotent
+    transfer = KVTransferConfig(kv_connector="KvHoldConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
+    assert KVConnectorFactory.get_connector_class(transfer).__name__ == "KvHoldConnector"
+
+
+def test_same_engine_id_twice_is_refused_and_harmless(llama_dir: Path, manager: Manager) -> None:
+    expected = [packed(output) for output in reference(llama_dir, PROMPTS[:1])]
+    with serving(llama_dir, manager) as llm:
+        half = scheduler_side(llm)
+        name = half.hello().instance
+        from kvhold import protocol as wire
+        from kvhold.client.channel import AttachError, Channel
+
+        with pytest.raises(AttachError, match="already has a live scheduler"):
+            Channel(manager.socket, wire.Hello("scheduler", name), 5)
+        assert bits([packed(o) for o in generate(llm, PROMPTS[:1])]) == bits(expected)
