@@ -3,6 +3,7 @@
 ./dev run python benchmarks/lookup.py
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def main() -> None:
         manager = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             engine = _attach(socket)
+            _await_arena(socket)
             chains = {count: [os.urandom(32) for _ in range(count)] for count in GOALS_MS}
             for keys in chains.values():
                 engine.store(keys)
@@ -88,6 +90,18 @@ def main() -> None:
         finally:
             manager.terminate()
             manager.wait()
+
+
+def _await_arena(socket: Path) -> None:
+    """Until the whole arena is populated: chains stored before would push each other out."""
+    arena = {"bytes": 1, "populated": 0}
+    while arena["populated"] < arena["bytes"]:
+        admin = Channel(socket, wire.Hello("admin"), 5)
+        admin.send(wire.Status())
+        [reply] = admin.receive(5)
+        assert isinstance(reply, wire.StatusReply)
+        arena = json.loads(reply.document)["arena"]
+        admin.close()
 
 
 def _attach(socket: Path) -> Engine:

@@ -12,6 +12,7 @@ from kvhold import protocol as wire
 
 OUTBOX_LIMIT = 16 << 20
 """Bytes that may wait for a manager that does not read; beyond it the session is given up."""
+_FLUSH_SECONDS = 0.0001
 _CREDENTIALS = struct.Struct("iII")
 _TIMEVAL = struct.Struct("@ll")
 
@@ -90,14 +91,14 @@ class Channel:
     def receive(self, wait: float = 0.0) -> list[wire.ManagerMessage]:
         """Messages that are here, or come within ``wait`` seconds; sets :attr:`lost` at the session's end."""
         messages, self._inbox = self._inbox, []
-        self.flush()
+        end = time.monotonic() + wait
         while not self.lost:
-            if wait > 0 and not messages:
-                self._set_patience(wait)
-                flags = 0
-            else:
-                flags = socket.MSG_DONTWAIT
-            wait = 0.0
+            self.flush()
+            left = 0.0 if messages else end - time.monotonic()
+            if left > 0:
+                # A question that is larger than the socket's buffer must go out before it can be answered.
+                self._set_patience(min(left, _FLUSH_SECONDS) if self._outbox else left)
+            flags = 0 if left > 0 else socket.MSG_DONTWAIT
             try:
                 size = self.socket.recv_into(self._buffer, 0, flags)
                 if not size:
@@ -108,7 +109,8 @@ class Channel:
                 if size < len(self._buffer):
                     break
             except BlockingIOError:
-                break
+                if left <= 0 or not self._outbox:
+                    break
             except (OSError, wire.ProtocolError, msgspec.DecodeError):
                 self.abandon()
         return messages
