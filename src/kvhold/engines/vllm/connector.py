@@ -1,7 +1,7 @@
 """The connector that vLLM loads: one class for both halves, which live in other modules.
 
-Written against vLLM 0.32. Every method that the engine calls is guarded: what goes wrong in here becomes a cache miss
-and a line in the log, never an exception in the engine. Only the constructor and ``register_kv_caches`` may refuse.
+Written against vLLM 0.32. Every method that the engine calls is guarded, here or (``build_connector_meta``, which must
+hand on what it has) inside: what goes wrong becomes a cache miss and a line in the log, never an exception. Only the constructor and ``register_kv_caches`` may refuse.
 """
 
 import functools

@@ -47,7 +47,7 @@ def describe(config: "VllmConfig", cache: "KVCacheConfig", layout: PagedLayout) 
         "block_size": kv.block_size,
         "hash_block_size": repr(cache.hash_block_size),
         "tensor_parallel_size": parallel.tensor_parallel_size,
-        "runs": [[run.layers, run.page] for run in layout.runs],
+        "pages": [run.page for run in layout.runs for _ in range(run.layers)],
         "device": [torch.device(layout.device).type, _machine(layout)],
     }
 

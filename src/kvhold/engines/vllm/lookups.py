@@ -14,6 +14,8 @@ from kvhold.engines.vllm.stats import KvHoldStats
 
 _FRESH_SECONDS = 10.0
 """A leased answer that its request could not use by then is given up and asked for again: leases pin DRAM."""
+_FRESH_MISS_SECONDS = 1.0
+"""A request that still waits asks again about what was missing: others may have stored it meanwhile."""
 
 
 @dataclass(slots=True)
@@ -114,12 +116,14 @@ class Lookups:
             self.drop(request)
 
     def _current(self, request: str, first: int, last: int) -> Lookup | None:
-        """The request's question if it was about the same blocks in the same session and its lease is fresh."""
+        """The request's question if it was about the same blocks in the same session and is fresh."""
         lookup = self._by_request.get(request)
         if lookup is None:
             return None
         same = (lookup.first, lookup.last, lookup.attachment) == (first, last, self._control.attachment)
-        if same and not (lookup.offsets and time.monotonic() - lookup.since > _FRESH_SECONDS):
+        age = time.monotonic() - lookup.since
+        missing = not lookup.closed and lookup.resident is not None and lookup.resident < last
+        if same and not (lookup.offsets and age > _FRESH_SECONDS) and not (missing and age > _FRESH_MISS_SECONDS):
             return lookup
         self.drop(request)
         return None

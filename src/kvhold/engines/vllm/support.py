@@ -39,7 +39,7 @@ def check_engine(config: "VllmConfig", cache: "KVCacheConfig") -> None:
         if size > 1:
             raise Unsupported(f"kvhold: {name}={size} is not supported yet; set it to 1 or run without kvhold")
     speculative = config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         raise Unsupported(
             f"kvhold: speculative decoding with method {speculative.method!r} keeps KV of a draft model, which is not "
             "supported yet; use 'ngram' or run without kvhold"
