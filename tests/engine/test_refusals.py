@@ -129,6 +129,7 @@ def test_kinds_are_named() -> None:
 
 
 def test_the_failure_policy_is_recommended_once(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="kvhold")
     with running(llama_dir, connector={"socket": "/nowhere.sock"}, policy="fail"):
         pass
     said = [record for record in caplog.records if "kv_load_failure_policy" in record.getMessage()]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from kvhold.client.channel import AttachError
 from kvhold.protocol import SOCKET_TAKEN
@@ -21,23 +22,50 @@ class Embedded:
         self._huge_pages = huge_pages
         self._child: subprocess.Popen[bytes] | None = None
         self._lifeline: socket.socket | None = None
+        self._was_up = False
+        self._failures = 0
+        self._failure = ""
+        self._not_before = 0.0
 
     def start(self) -> None:
-        """Start a manager unless ours is running, and wait until one listens. Raises AttachError."""
-        if self._child is None or self._child.poll() is not None:
-            self._spawn()
+        """Start a manager unless ours is running, and wait until one listens. Raises AttachError.
+
+        One that ends before it listens is started again later and later: its cause is rarely gone at once.
+        """
+        if time.monotonic() < self._not_before:
+            raise AttachError(self._failure)
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end:
-            with socket.socket(socket.AF_UNIX) as probe:
-                try:
-                    probe.connect(str(self.path))
-                    return
-                except OSError:
-                    pass
-            if self._child is not None and self._child.poll() not in (None, SOCKET_TAKEN):
-                raise AttachError(f"the engine's own manager ended with status {self._child.returncode}")
-            time.sleep(0.01)
-        raise AttachError(f"no manager came up on {self.path} within {_START_SECONDS:g} s")
+            if self._needs_a_child():
+                self._spawn()
+            if self._listens():
+                self._was_up, self._failures = True, 0
+                return
+            assert self._child is not None
+            if (ended := self._child.poll()) not in (None, SOCKET_TAKEN):
+                self._fail(f"the engine's own manager ended with status {ended}")
+            time.sleep(0.02)
+        self._fail(f"no manager came up on {self.path} within {_START_SECONDS:g} s")
+
+    def _needs_a_child(self) -> bool:
+        """There is none, somebody else's took its place, or it served and ended."""
+        ended = None if self._child is None else self._child.poll()
+        return self._child is None or ended == SOCKET_TAKEN or (self._was_up and ended is not None)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(self.path))
+            except OSError:
+                return False
+        return True
+
+    def _fail(self, reason: str) -> NoReturn:
+        self._failures += 1
+        self._not_before = time.monotonic() + min(60.0, 2.0**self._failures)
+        self._failure = reason
+        self._was_up = True  # the next start begins with a new child
+        raise AttachError(reason)
 
     def _spawn(self) -> None:
         if self._lifeline is not None:
@@ -46,6 +74,7 @@ class Embedded:
         command = [sys.executable, "-m", "kvhold.manager", str(self.path), str(self._dram)]
         command += [str(theirs.fileno()), str(int(self._huge_pages))]
         with theirs:
+            self._was_up = False
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
             )

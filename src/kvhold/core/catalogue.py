@@ -75,6 +75,7 @@ class Catalogue:
         self.indexes: dict[int, Index] = {}
         self.bytes = [0] * (State.HEAD + 1)  # slot bytes by state
         self.evicted = 0
+        self.cost = 0  # rows evicted or passed over, ever: what an event's share of work is measured in
         self._by_name: dict[tuple[bytes, int], Index] = {}
         self._next_index = 1
         self.next_epoch = 1
@@ -293,8 +294,7 @@ class Catalogue:
         elif self.arena.draining_pages < max(span, pages // _DRAIN_SHARE):
             self._empty(run)
         else:
-            self._unlink(oldest)
-            self._renew(oldest, self._heads[run.size])
+            self._pass_over(oldest, self._heads[run.size])
         return True
 
     def _window(self, page: int, span: int) -> list[Run]:
@@ -326,11 +326,16 @@ class Catalogue:
                 return None
             if self.state[row] == State.RESIDENT:
                 return row
-            self._unlink(row)
-            self._renew(row, head)
+            self._pass_over(row, head)
         return None
 
+    def _pass_over(self, row: int, head: int) -> None:
+        self.cost += 1
+        self._unlink(row)
+        self._renew(row, head)
+
     def _evict(self, row: int) -> None:
+        self.cost += 1
         self.evicted += 1
         self.remove(row)
 

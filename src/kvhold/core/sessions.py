@@ -43,7 +43,7 @@ class Attachment:
     id: int
     instance: str
     world: int
-    broken: bool = False
+    broken: bool = False  # a session was lost: nobody joins it any more, and it decides nothing
     ready: bool = False
     sessions: dict[int, Session] = field(default_factory=dict)  # those not proved gone
     limbo: set[int] = field(default_factory=set)  # sessions whose socket closed without a word
@@ -52,10 +52,10 @@ class Attachment:
 
     @property
     def scheduler(self) -> Session | None:
-        return next((s for s in self.sessions.values() if s.role is Role.SCHEDULER and s.id not in self.limbo), None)
+        return next((s for s in self.sessions.values() if s.role is Role.SCHEDULER), None)
 
     @property
     def complete(self) -> bool:
         """The scheduler half and every rank are here, and every rank has mapped the arena."""
-        live = [s for s in self.sessions.values() if s.id not in self.limbo]
-        return self.scheduler is not None and sum(s.mapped for s in live if s.role is Role.WORKER) == self.world
+        mapped = sum(s.mapped for s in self.sessions.values() if s.role is Role.WORKER)
+        return self.scheduler is not None and mapped == self.world

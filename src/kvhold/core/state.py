@@ -229,9 +229,12 @@ class Core:
         return min(space.want, max(1, self.capacity // CREDIT_SHARE // space.index.size))
 
     def _feed(self) -> list[Effect]:
-        """Top credits up, at most one batch an event; what cannot be had now is tried again when something is freed."""
+        """Top credits up, at most one batch an event and for about as many evictions; the rest is left as work.
+
+        What cannot be had now is tried again when something is freed.
+        """
         effects: list[Effect] = []
-        budget = ev.MAX_BATCH
+        catalogue, budget, more = self.catalogue, ev.MAX_BATCH, False
         for attachment_id, number in list(self._hungry):
             attachment = self.attachments.get(attachment_id)
             scheduler = attachment.scheduler if attachment else None
@@ -240,20 +243,21 @@ class Core:
                 continue
             space = attachment.spaces[number]
             rows: list[int] = []
-            missing = self._target(space) - len(space.credits)
-            while len(rows) < min(missing, budget):
-                row = self.catalogue.take(space.index.size, attachment_id)
+            missing = max(0, self._target(space) - len(space.credits))
+            cost = catalogue.cost + ev.MAX_BATCH
+            while len(rows) < missing:
+                if len(rows) == budget or catalogue.cost >= cost:
+                    more = True
+                    break
+                row = catalogue.take(space.index.size, attachment_id)
                 if row is None:
                     break
                 rows.append(row)
-            if len(rows) == missing or missing <= 0:
+            if len(rows) == missing:
                 del self._hungry[attachment_id, number]
             if rows:
                 budget -= len(rows)
-                if budget == 0:
-                    self._work.append(self._feed_on())
                 space.credits.update(rows)
-                catalogue = self.catalogue
                 effects.append(
                     ev.Grant(
                         scheduler.id,
@@ -263,6 +267,8 @@ class Core:
                         array("Q", [catalogue.epoch[row] for row in rows]).tobytes(),
                     )
                 )
+        if more:
+            self._work.append(self._feed_on())
         return effects
 
     def _feed_on(self) -> Work:
@@ -351,7 +357,7 @@ class Core:
                 reason = Reason.BUDGET
             self.catalogue.lease(wanted)
             rows += found
-            offsets.extend(map(offset.__getitem__, wanted))
+            offsets += array("Q", [offset[row] for row in wanted])
             if reason or start + ev.MAX_BATCH >= asked:
                 break
             yield []

@@ -1,10 +1,12 @@
 """The connector that vLLM loads: one class for both halves, which live in other modules.
 
-Written against vLLM 0.32. Every method that the engine calls is guarded, here or (``build_connector_meta``, which must
-hand on what it has) inside: what goes wrong becomes a cache miss and a line in the log, never an exception. Only the constructor and ``register_kv_caches`` may refuse.
+Written against vLLM 0.32. Every method that the engine calls is guarded, here or, where something must be handed on in
+any case, inside of the half: what goes wrong becomes a cache miss and a line in the log, never an exception in the
+engine. Only the constructor and ``register_kv_caches`` may refuse.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -63,6 +65,14 @@ def _guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callabl
     return decorate
 
 
+def _log_like_the_engine() -> None:
+    """Give kvhold's loggers the engine's level and output, which vLLM sets for its own loggers alone."""
+    ours, theirs = logging.getLogger("kvhold"), logging.getLogger("vllm")
+    if ours.level == logging.NOTSET and not ours.handlers:
+        ours.setLevel(theirs.level)
+        ours.handlers = list(theirs.handlers)
+
+
 def _nothing() -> None:
     return None
 
@@ -75,6 +85,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Raises ValueError for a setting, a model or a vLLM version that cannot be served, saying what to do."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_the_engine()
         check_version(vllm_version)
         check_engine(vllm_config, kv_cache_config)
         settings = load_settings(self._kv_transfer_config.kv_connector_extra_config)

@@ -1,0 +1,57 @@
+"""Fixtures of the process tests: real managers on real sockets, in folders of their own."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "engine"))  # manager_process
+
+from manager_process import Manager  # noqa: E402
+from puppet import Puppet  # noqa: E402
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A directory with a path short enough for a socket."""
+    path = Path(tempfile.mkdtemp(prefix="kvhold-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def serve(folder: Path) -> Iterator[Callable[..., Manager]]:
+    """Starts ``kvhold serve`` with further options; keyword arguments are those of Manager."""
+    managers: list[Manager] = []
+
+    def start(*options: str, dram: str = "32MiB", **how: object) -> Manager:
+        managers.append(Manager(folder, *options, dram=dram, **how))  # type: ignore[arg-type]
+        return managers[-1]
+
+    yield start
+    for manager in managers:
+        manager.kill()
+
+
+@pytest.fixture
+def manager(serve: Callable[..., Manager]) -> Manager:
+    """A manager with 32 MiB of DRAM, in pages of 2 MiB."""
+    return serve()
+
+
+@pytest.fixture
+def puppet(folder: Path) -> Iterator[Callable[[], Puppet]]:
+    """Makes puppets; what they start finds its sockets below ``folder``."""
+    puppets: list[Puppet] = []
+
+    def make() -> Puppet:
+        puppets.append(Puppet(folder))
+        return puppets[-1]
+
+    yield make
+    for each in puppets:
+        each.kill()

@@ -1,0 +1,291 @@
+"""``kvhold serve``: how it starts, what it refuses, and what is left of it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from manager_process import Manager
+from peers import Engine, Peer, http_address, populated, status, until
+from prometheus_client.parser import text_string_to_metric_families
+from puppet import environment
+
+from kvhold import protocol as wire
+
+_MEMORY = Path("/proc/meminfo").read_text()
+HUGE_FREE = int(_MEMORY.partition("HugePages_Free:")[2].split()[0]) if "HugePages_Free:" in _MEMORY else 0
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """A command that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=30, check=False, env=environment()
+    )
+
+
+def refused(path: Path | str, *options: str, dram: str = "32MiB", code: int = 2) -> str:
+    """What a manager says that refuses to start."""
+    done = run("-m", "kvhold.cli", "serve", "--dram", dram, "--socket", str(path), *options)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
+def get(manager: Manager, path: str, timeout: float = 10.0) -> tuple[int, str]:
+    """Status and body of one HTTP request."""
+    try:
+        with urllib.request.urlopen(http_address(manager.log) + path, timeout=timeout) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_says_what_it_took_answers_and_leaves_nothing(manager: Manager, folder: Path, number: int) -> None:
+    engine = Engine(manager.socket, "one")
+    engine.store([1, 2, 3])
+    said = run("-m", "kvhold.cli", "status", "--socket", str(manager.socket))
+    assert said.returncode == 0
+    assert "objects  3" in said.stdout
+    assert "scheduler rank 0" in said.stdout
+    os.kill(manager.pid, number)
+    until(lambda: not manager.alive, "the manager's end")
+    assert manager.terminate() == 0
+    log = manager.log_tail()
+    assert f"on {manager.socket}: 32MiB of DRAM" in log
+    assert log.rstrip().endswith("ended")
+    assert os.listdir(folder) == [manager.log.name]
+    assert engine.scheduler.receive() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_starts_ends_it_cleanly(folder: Path, number: int) -> None:
+    signalled = (
+        "import os, kvhold.manager.process as p; from kvhold.cli import main; Memory = p.ArenaMemory\n"
+        f"def memory(*how): os.kill(os.getpid(), {int(number)}); return Memory(*how)\n"
+        "p.ArenaMemory = memory; main()"
+    )
+    done = run("-c", signalled, "serve", "--dram", "32MiB", "--socket", str(folder / "s"))
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(folder) == []
+
+
+def test_status_without_a_manager_says_so(folder: Path) -> None:
+    done = run("-m", "kvhold.cli", "status", "--socket", str(folder / "none"))
+    assert done.returncode == 1
+    assert "no manager answers" in done.stderr
+
+
+def test_status_of_a_stopped_manager_ends(manager: Manager) -> None:
+    manager.stop()
+    impatient = "import sys; from kvhold.cli import main; sys.modules['kvhold.cli.status']._SECONDS = 0.3; main()"
+    done = run("-c", impatient, "status", "--socket", str(manager.socket))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr
+    manager.cont()
+    Engine(manager.socket, "one").bye()
+
+
+def test_purge_says_what_it_did(manager: Manager) -> None:
+    engine = Engine(manager.socket, "one")
+    engine.store([1, 2])
+    done = run("-m", "kvhold.cli", "purge", "--socket", str(manager.socket))
+    assert (done.returncode, done.stdout) == (0, "purged\n")
+    until(lambda: status(manager.socket)["objects"] == 0, "purged objects gone")
+
+
+# --- the socket -----------------------------------------------------------------------------------------------------
+
+
+def test_the_socket_is_its_users_alone(serve: Callable[..., Manager], folder: Path) -> None:
+    folder.chmod(0o755)
+    old = os.umask(0)
+    try:
+        manager = serve()
+    finally:
+        os.umask(old)
+    assert manager.socket.stat().st_mode & 0o777 == 0o600
+    assert manager.socket.with_name("kvhold.sock.lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_refuses_a_live_manager(manager: Manager) -> None:
+    said = refused(manager.socket, code=wire.SOCKET_TAKEN)
+    assert f"{manager.socket} belongs to a running manager; stop it or choose another path" in said
+    manager.stop()
+    refused(manager.socket, code=wire.SOCKET_TAKEN)
+    manager.cont()
+    Engine(manager.socket, "one").bye()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_refuses_another_programs_socket(folder: Path, busy: bool) -> None:
+    path = folder / "s"
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as waiting:
+        other.bind(str(path))
+        other.listen(0)
+        if busy:  # its queue is full: nobody accepts
+            waiting.connect(str(path))
+        assert f"something listens on {path} already" in refused(path)
+        assert os.listdir(folder) == ["s"]
+
+
+def test_replaces_what_kill_9_left(manager: Manager, folder: Path) -> None:
+    manager.kill()
+    assert sorted(os.listdir(folder)) == ["kvhold.sock", "kvhold.sock.lock", "manager.log"]
+    manager.start()
+    Engine(manager.socket, "one").bye()
+    assert manager.terminate() == 0
+    assert os.listdir(folder) == [manager.log.name]
+
+
+def test_two_at_once_are_one(folder: Path) -> None:
+    path = folder / "s"
+    command = [sys.executable, "-m", "kvhold.cli", "serve", "--dram", "16MiB", "--socket", str(path)]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, env=environment()) for _ in range(3)]
+    until(lambda: sum(process.poll() is None for process in started) == 1, "one is left")
+    (left,) = [process for process in started if process.poll() is None]
+    until(path.is_socket, "it listens")
+    left.terminate()
+    left.communicate(timeout=30)
+    assert sorted(process.wait(30) for process in started) == [0, wire.SOCKET_TAKEN, wire.SOCKET_TAKEN]
+    for process in started:
+        assert process.stderr is not None
+        process.stderr.close()
+    assert os.listdir(folder) == []
+
+
+def test_refuses_what_is_no_socket(folder: Path) -> None:
+    path = folder / "s"
+    path.write_text("precious")
+    assert f"{path} exists and is not a socket; choose another path" in refused(path)
+    assert path.read_text() == "precious"
+    (folder / "d").mkdir()
+    assert "is not a socket" in refused(folder / "d")
+    assert f"{path / 'below'} cannot be had: " in refused(path / "below")
+    assert sorted(os.listdir(folder)) == ["d", "s"]
+
+
+def test_refuses_a_path_it_cannot_listen_on(folder: Path) -> None:
+    assert "longer than 107 bytes; choose a shorter path" in refused(folder / ("x" * 100))
+    done = run("-m", "kvhold.manager", "relative.sock", str(32 << 20), "0", "0")
+    assert done.returncode == 2
+    assert "relative.sock is not an absolute path" in done.stderr
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_refuses_another_users_directory(folder: Path) -> None:
+    (folder / "theirs").mkdir()
+    os.chown(folder / "theirs", 65534, 65534)
+    assert "belongs to another user; choose another path" in refused(folder / "theirs" / "s")
+    assert os.listdir(folder / "theirs") == []
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dram", "said"),
+    [
+        ("many", "'many' is not a size; write it like '64GiB'"),
+        ("-1GiB", "is not a size"),
+        ("0", "0B is too small; give at least 2MiB"),
+        ("1MiB", "1MiB is too small; give at least 2MiB"),
+        ("9999999TiB", "dram: "),
+        ("99999999999999999999TiB", "dram: "),
+    ],
+)
+def test_refuses_bad_sizes(folder: Path, dram: str, said: str) -> None:
+    assert said in refused(folder / "s", dram=dram)
+    assert os.listdir(folder) == []
+
+
+def test_refuses_huge_pages_that_are_not_there(folder: Path) -> None:
+    need = HUGE_FREE + 16
+    said = refused(folder / "s", "--huge-pages", dram=f"{need * 2}MiB")
+    assert f"huge_pages: the kernel has no {need} free huge pages of 2MiB" in said
+    assert f"sysctl vm.nr_hugepages={need}" in said
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.skipif(HUGE_FREE < 16, reason="needs 16 free huge pages: sysctl vm.nr_hugepages=16")
+def test_takes_huge_pages(serve: Callable[..., Manager]) -> None:
+    manager = serve("--huge-pages")
+    populated(manager.socket)
+    engine = Engine(manager.socket, "one")
+    engine.worker.write(engine.scheduler.offsets[0], "kept")
+    assert engine.worker.read(engine.scheduler.offsets[0], 4) == "kept"
+    assert "32MiB of DRAM (huge pages)" in manager.log_tail()
+
+
+# --- http -----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_and_health(serve: Callable[..., Manager]) -> None:
+    manager = serve("--http", "127.0.0.1:0")
+    assert get(manager, "/healthz") == (200, "ok\n")
+    code, text = get(manager, "/metrics")
+    assert code == 200
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {"kvhold_arena_bytes", "kvhold_arena_state_bytes", "kvhold_keys_asked", "kvhold_sessions"} <= set(families)
+    assert all(family.documentation for family in families.values())
+    assert get(manager, "/")[0] == 404
+    assert manager.terminate() == 0
+
+
+def test_health_of_a_stopped_process_is_no_answer(serve: Callable[..., Manager]) -> None:
+    manager = serve("--http", "127.0.0.1:0")
+    http_address(manager.log)
+    manager.stop()
+    with pytest.raises(TimeoutError):
+        get(manager, "/healthz", timeout=0.5)
+    manager.cont()
+    assert get(manager, "/healthz") == (200, "ok\n")
+
+
+def test_health_of_a_stuck_loop_is_503(serve: Callable[..., Manager], folder: Path) -> None:
+    stuck = (
+        "import time, pathlib, kvhold.manager.server as s, kvhold.manager.http as h; from kvhold.cli import main\n"
+        "def report(server):\n"
+        f"    while not pathlib.Path({str(folder / 'go')!r}).exists(): time.sleep(0.01)\n"
+        "s.report = report; h.ANSWER_SECONDS = 0.3; main()"
+    )
+    manager = serve("--http", "127.0.0.1:0", program=("-c", stuck))
+    assert get(manager, "/healthz") == (200, "ok\n")
+    admin = Peer(manager.socket)
+    admin.join("admin")
+    admin.send(wire.Status())
+    for path in ("/healthz", "/metrics"):
+        assert get(manager, path) == (503, "the manager's loop does not answer\n")
+    (folder / "go").touch()
+    until(lambda: get(manager, "/healthz")[0] == 200, "the loop goes on")
+
+
+def test_http_on_ipv6(serve: Callable[..., Manager]) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    manager = serve("--http", "[::1]:0")
+    assert get(manager, "/healthz") == (200, "ok\n")
+
+
+def test_refuses_an_address_it_cannot_have(folder: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = refused(folder / "s", "--http", f"127.0.0.1:{port}")
+    assert f"http: 127.0.0.1:{port} cannot be bound: Address already in use" in said
+    assert "'9464' is not an address; write it like 127.0.0.1:9464" in refused(folder / "s", "--http", "9464")
+    assert "is not an address" in refused(folder / "s", "--http", "127.0.0.1:99999")
+    assert "http: 203.0.113.1:1 cannot be bound" in refused(folder / "s", "--http", "203.0.113.1:1")
+    assert os.listdir(folder) == []

@@ -1,0 +1,111 @@
+"""Imports point one way, and nobody needs an engine to run a manager."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvhold
+
+ROOT = Path(kvhold.__file__).parent
+MAY_IMPORT = {
+    "core": {"core"},
+    "protocol": {"protocol"},
+    "client": {"client", "protocol", "units", "host"},
+    "manager": {"manager", "core", "protocol", "units", "host"},
+    "copy": {"copy", "client.arena"},
+    "engines": {"engines", "client", "protocol", "copy", "units", "host"},
+    "units": set(),
+    "host": {"units"},
+}
+"""By the first part of a module's name; the commands and kvhold itself may import anything."""
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
+    """Modules below kvhold that ``path`` imports anywhere, also inside of functions and for types alone."""
+    package = ("kvhold." + name).split(".") if path.name == "__init__.py" else ("kvhold." + name).split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            named = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for full in named:
+            if full.startswith("kvhold.") and full != "kvhold.__version__":
+                yield full.removeprefix("kvhold.")
+
+
+def allowed(name: str, imported: str) -> bool:
+    may = MAY_IMPORT[name.partition(".")[0]]
+    return any(imported == each or imported.startswith(each + ".") for each in may)
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, path in modules()
+        if name.partition(".")[0] in MAY_IMPORT
+        for imported in imports(name, path)
+        if not allowed(name, imported)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_has_its_rule() -> None:
+    folders = {name.partition(".")[0] for name, _ in modules()} - {"", "cli", "__main__"}
+    assert folders == set(MAY_IMPORT)
+
+
+def test_the_rule_is_not_blind(tmp_path: Path) -> None:
+    """All spellings of an import are seen."""
+    (tmp_path / "m.py").write_text(
+        "import kvhold.manager.server\n"
+        "from kvhold import core\n"
+        "from kvhold.core.state import Core\n"
+        "from ..engines import vllm\n"
+        "from . import state\n"
+        "def f():\n    from kvhold.copy import host as h\n"
+        "from kvhold import __version__\n"
+        "import msgspec\n"
+    )
+    assert set(imports("core.m", tmp_path / "m.py")) == {
+        "manager.server",
+        "core",
+        "core.state.Core",
+        "engines.vllm",
+        "core.state",
+        "copy.host",
+    }
+    assert not allowed("core.m", "copy.host")
+    assert not allowed("copy.m", "client.channel")
+    assert allowed("copy.m", "client.arena.ArenaMapping")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import kvhold.cli",
+        "import kvhold.manager.process, kvhold.manager.http",
+        "import kvhold.client.keeper",
+        "import kvhold.core",
+    ],
+)
+def test_no_engine_is_needed(statement: str) -> None:
+    heavy = ("torch", "vllm", "numpy", "transformers")
+    check = f"{statement}; import sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,67 @@
+"""Sizes as people write and read them."""
+
+import pytest
+
+from kvhold.units import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64GiB", 64 << 30),
+        ("512MiB", 512 << 20),
+        ("4 kib", 4096),
+        ("1.5GB", 1_500_000_000),
+        ("4.35GB", 4_350_000_000),
+        ("2T", 2 * 10**12),
+        ("1TiB", 1 << 40),
+        ("0.5Mi", 1 << 19),
+        (" 7 ", 7),
+        ("7b", 7),
+        ("0", 0),
+        (4096, 4096),
+    ],
+)
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1GiB", "1e9", "1 GiB 2", "GiB", "1.GiB", ".5GiB", "1XiB", "inf", "1iB"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a size; write it like '64GiB' or '512MiB'") as raised:
+        parse_size(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [True, None, 1.5, b"1GiB", ["1GiB"]])
+def test_what_is_no_text_is_no_size(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [(1 << 53) + 1, (1 << 60) + 1, 2**63 - 1])
+def test_large_numbers_are_exact(size: int) -> None:
+    assert parse_size(str(size)) == parse_size(size) == size
+    assert parse_size(f"{size}TiB") == size << 40
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0B"),
+        (1023, "1023B"),
+        (4096, "4KiB"),
+        (1536 << 10, "1.5MiB"),
+        (64 << 30, "64GiB"),
+        (5 << 40, "5TiB"),
+        (5000 << 40, "5000TiB"),
+        (-4096, "-4KiB"),
+    ],
+)
+def test_sizes_are_written(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@pytest.mark.parametrize("size", [1, 4096, 3 << 20, 1 << 30, 12 << 40])
+def test_what_is_written_can_be_read(size: int) -> None:
+    assert parse_size(format_size(size)) == size
