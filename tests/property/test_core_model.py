@@ -283,7 +283,7 @@ class CoreModel(RuleBasedStateMachine):
         role = Role.WORKER if part else Role.SCHEDULER
         rank = max(0, part - 1) % world
         engine = self.engine(instance)
-        crowded = self.core.limbo_bytes > LIMBO_SHARE * self.core.arena.total
+        crowded = self.core.lost_bytes(besides=instance) > LIMBO_SHARE * self.core.arena.total
         session, self.next_session = self.next_session, self.next_session + 1
         event = ev.Joined(session, role, instance, rank, world)
         if crowded or (engine is not None and (other_world or (part and rank + 1) in engine.parts)):

@@ -49,6 +49,12 @@ class Attachment:
     limbo: set[int] = field(default_factory=set)  # sessions whose socket closed without a word
     leases: dict[int, Lease] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
+    answering: int = 0  # questions whose answer is still being put together
+
+    @property
+    def held_bytes(self) -> int:
+        leased = sum(max(0, len(lease.rows) - lease.skip) * lease.index.size for lease in self.leases.values())
+        return leased + sum(len(space.credits) * space.index.size for space in self.spaces.values())
 
     @property
     def scheduler(self) -> Session | None:

@@ -25,6 +25,11 @@ LEASE_SHARE = 0.75
 LIMBO_SHARE = 0.5
 """Above this share of bytes whose owners are lost but not proved dead, new sessions are refused."""
 
+MAX_ANSWERING = 64
+"""Questions of one attachment that may wait for their answer; each keeps its keys in memory."""
+MAX_LEASES = 4096
+MAX_SPACES = 64
+
 Work = Iterator[list[Effect]]
 
 
@@ -94,7 +99,7 @@ class Core:
 
     def _joined(self, event: ev.Joined) -> list[Effect]:
         attachment = self._current.get(event.instance)
-        if self.limbo_bytes > LIMBO_SHARE * self.arena.total > 0:
+        if self.lost_bytes(besides=event.instance) > LIMBO_SHARE * self.arena.total > 0:
             reason = "too many bytes wait for the end of lost engines; see `kvhold status` for their processes"
         elif attachment is not None and attachment.world != event.world:
             reason = f"instance {event.instance} has {attachment.world} ranks, not {event.world}"
@@ -196,6 +201,8 @@ class Core:
         if attachment is None:
             return []
         size = align(sum(map(align, event.shards)))
+        if len(attachment.spaces) >= MAX_SPACES:
+            return [ev.Refuse(event.session, f"more than {MAX_SPACES} spaces are open")]
         if event.space in attachment.spaces or not event.key_bytes or len(event.shards) != attachment.world or not size:
             return [ev.Refuse(event.session, f"space {event.space} opened twice or without geometry")]
         index = self.catalogue.index(event.namespace, event.group, event.key_bytes, event.shards, size)
@@ -340,6 +347,13 @@ class Core:
         if event.op in attachment.leases or torn or asked > ev.MAX_QUERY_KEYS:
             yield [ev.Refuse(event.session, f"operation {event.op} is in use, or its keys are torn or too many")]
             return
+        if attachment.answering >= MAX_ANSWERING or len(attachment.leases) >= MAX_LEASES:
+            self.counters["queries"] += 1
+            self.counters["keys_asked"] += asked
+            self.counters["keys_budget"] += asked
+            yield [ev.Answer(event.session, event.op, 0, b"", Reason.BUDGET)]
+            return
+        attachment.answering += 1
         lease = attachment.leases[event.op] = Lease(index, event.skip)
         rows, maps, offset = lease.rows, index.maps, self.catalogue.offset
         offsets = array("Q")
@@ -362,7 +376,9 @@ class Core:
                 break
             yield []
             if attachment.broken or attachment.leases.get(event.op) is not lease:
+                attachment.answering -= 1
                 return  # released, or its owner lost, while it was being answered; who holds the lease ends it
+        attachment.answering -= 1
         self.counters["queries"] += 1
         self.counters["keys_asked"] += asked
         self.counters["keys_resident"] += len(rows)
@@ -417,17 +433,20 @@ class Core:
 
     # --- accounts -----------------------------------------------------------------------------------------------
 
+    def lost_bytes(self, besides: str | None = None) -> int:
+        """Bytes held by attachments, ``besides`` those of one instance, of which a session is lost, not proved dead.
+
+        Not exact where leases share rows: but never more than all that is held.
+        """
+        lost = (a for a in self.attachments.values() if a.limbo and a.instance != besides)
+        states = self.catalogue.bytes
+        held = states[State.LIMBO] + states[State.LEASED] + states[State.DOOMED]
+        return min(held, sum(attachment.held_bytes for attachment in lost))
+
     @property
     def limbo_bytes(self) -> int:
-        """Bytes held by attachments of which some session was lost and not proved dead.
-
-        Not exact where leases share rows: but never more than all that is leased.
-        """
-        lost = (attachment for attachment in self.attachments.values() if attachment.limbo)
-        leases = (lease for attachment in lost for lease in attachment.leases.values())
-        leased = sum(max(0, len(lease.rows) - lease.skip) * lease.index.size for lease in leases)
-        states = self.catalogue.bytes
-        return states[State.LIMBO] + min(leased, states[State.LEASED] + states[State.DOOMED])
+        """All of :meth:`lost_bytes`."""
+        return self.lost_bytes()
 
     def accounts(self) -> dict[str, int]:
         """Where every byte of the arena is; the values make up ``arena.total``."""

@@ -306,3 +306,24 @@ def test_a_slot_that_waits_for_a_release_is_granted_when_it_comes():
     assert other.slots == {}
     engine.release(1)
     assert len(other.slots[0]) == 1
+
+
+def test_questions_beyond_what_one_engine_may_have_open_are_answered_with_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvhold.core.state.MAX_ANSWERING", 2)
+    monkeypatch.setattr(ev, "MAX_BATCH", 1)
+    world, engine, keys = stored(6)
+    asked = [ev.Query(engine.scheduler, op, 0, 0, b"".join(keys)) for op in range(3)]
+    told = [effect for event in asked for effect in world.handle(event)]
+    assert [(a.op, a.resident, a.reason) for a in told if isinstance(a, ev.Answer)] == [(2, 0, Reason.BUDGET)]
+    world.settle(ev.Release(engine.scheduler, (0, 1)))
+    assert engine.query(keys).resident == 6
+    assert world.core.attachments[1].answering == 0
+
+
+def test_leases_are_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvhold.core.state.MAX_LEASES", 1)
+    world, engine, keys = stored(2)
+    assert engine.query(keys, op=1).resident == 2
+    assert engine.query(keys, op=2).reason is Reason.BUDGET
+    world.settle(ev.Release(engine.scheduler, (1,)))
+    assert engine.query(keys, op=2).resident == 2

@@ -199,6 +199,17 @@ def test_new_sessions_are_refused_while_too_much_is_in_limbo():
     assert not isinstance(world.handle(joined(99, Role.WORKER, 0, "new"))[0], Refuse)
 
 
+def test_the_engine_whose_bytes_are_in_limbo_may_come_back():
+    world = World(pages=2)
+    engine = world.engine("one", slots=1)
+    engine.store(chain(5))
+    engine.query(chain(5))
+    for session in [*engine.workers, engine.scheduler]:
+        world.settle(ev.Left(session, Gone.UNKNOWN))
+    assert isinstance(world.handle(joined(98, Role.WORKER, 0, "other"))[0], Refuse)
+    assert not isinstance(world.handle(joined(99, Role.WORKER, 0, "one"))[0], Refuse)
+
+
 def test_limbo_counts_what_many_leases_share_once():
     world = World(pages=2)
     engine = world.engine(slots=1)
