@@ -1,5 +1,7 @@
 """What this host has to give."""
 
+import os
+
 
 def available_memory() -> int:
     """Bytes that the kernel thinks can be allocated without swapping, within this process's cgroup."""
@@ -13,6 +15,11 @@ def available_memory() -> int:
     except OSError:
         pass
     return free
+
+
+def total_memory() -> int:
+    """Bytes of memory that this host has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def default_dram() -> int:

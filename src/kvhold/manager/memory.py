@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 
 from kvhold.core.arena import ALIGN
-from kvhold.host import available_memory
+from kvhold.host import available_memory, total_memory
 from kvhold.manager.config import ConfigError
 from kvhold.units import format_size
 
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 HUGE = 2 << 20
 PAGE = 64 << 20
 """Arena page; smaller arenas have smaller ones, so that several slot sizes find room."""
+RESERVE = 1 << 30
+"""What populating leaves to everybody else, or a twentieth of the host's memory if that is more."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -41,7 +43,10 @@ class ArenaMemory:
         self.pages = dram // self.page
         if not self.pages:
             raise ConfigError(f"dram: {format_size(dram)} is too small; give at least {format_size(HUGE)}")
+        if dram > total_memory():
+            raise ConfigError(f"dram: {format_size(dram)} is more than the host has, {format_size(total_memory())}")
         self.bytes = self.pages * self.page
+        self._reserved = huge_pages  # the kernel has set them aside: they are not part of what is free
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
             self.fd = os.memfd_create("kvhold-arena", flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0))
@@ -68,11 +73,11 @@ class ArenaMemory:
 
         Stops early, with a warning, where memory ends.
         """
-        reserve = max(256 << 20, available_memory() // 50)
+        reserve = max(RESERVE, total_memory() // 20)
         for index in range(1, self.pages):
             if stop():
                 return
-            short = available_memory() - self.page < reserve
+            short = not self._reserved and available_memory() - self.page < reserve
             if short or _populate(self._address + index * self.page, self.page):
                 log.warning(
                     "arena: only %s of %s could be had, %s are left for everybody else",
