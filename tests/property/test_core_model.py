@@ -106,6 +106,11 @@ def key(chain: int, position: int) -> bytes:
     return bytes([chain, position])
 
 
+def said(effects: list[Effect]) -> list[Effect]:
+    """All but grants, which any event may bring to anybody."""
+    return [effect for effect in effects if not isinstance(effect, ev.Grant)]
+
+
 small = st.integers(0, 11)
 rarely = st.integers(0, 15).map(lambda number: number == 15)
 lies = st.sampled_from(["", "", "", "", "", "spent", "foreign", "epoch", "unknown", "twice"])
@@ -202,7 +207,8 @@ class CoreModel(RuleBasedStateMachine):
                 assert names[answer.resident] in stored
                 states = self.core.accounts()
                 used = states["leased"] + states["doomed"] + space.size
-                assert used > LEASE_SHARE * self.core.arena.total
+                twice = len(set(names)) < len(names)  # such a chain may be cut short of what could be had
+                assert used > LEASE_SHARE * self.core.arena.total or twice
         if len(names) <= SLICE:
             assert all(name in stored for name in names[: answer.resident])
         if offsets:
@@ -211,7 +217,7 @@ class CoreModel(RuleBasedStateMachine):
 
     def refused(self, effects: list[Effect], session: int) -> None:
         """A refused session is closed by the shell; its process may live."""
-        assert [type(effect) for effect in effects if not isinstance(effect, ev.Grant)] == [ev.Refuse]
+        assert [type(effect) for effect in said(effects)] == [ev.Refuse]
         self.leave(self.halves[session], Gone.UNKNOWN)
 
     def leave(self, half: Half, how: Gone) -> None:
@@ -287,8 +293,8 @@ class CoreModel(RuleBasedStateMachine):
         session, self.next_session = self.next_session, self.next_session + 1
         event = ev.Joined(session, role, instance, rank, world)
         if crowded or (engine is not None and (other_world or (part and rank + 1) in engine.parts)):
-            assert [type(effect) for effect in self.do(event) if not isinstance(effect, ev.Grant)] == [ev.Refuse]
-            assert not crowded or any(other.broken for other in self.engines)
+            assert [type(effect) for effect in said(self.do(event))] == [ev.Refuse]
+            assert not crowded or any(half.closed for half in self.halves.values())
             return
         if other_world:
             return
@@ -374,7 +380,7 @@ class CoreModel(RuleBasedStateMachine):
         namespace = bytes([group % 2, world]) + b"n"
         event = ev.Open(scheduler.id, space, namespace, group, 2, shards, slots)
         if engine.broken:
-            assert self.do(event) == []
+            assert said(self.do(event)) == []
             return
         indexes = self.core.catalogue.indexes.values()
         known = {index.shards for index in indexes if (index.namespace, index.group) == (namespace, group)}
@@ -452,7 +458,7 @@ class CoreModel(RuleBasedStateMachine):
         event = ev.Commit(scheduler.id, at, parent, packed, *pack(slots), shards)
         counters = Counter(self.core.counters)
         if engine.broken:
-            assert self.do(event) == []
+            assert said(self.do(event)) == []
             assert self.core.counters["stale"] - counters["stale"] == len(slots)
             return
         if torn:
@@ -675,4 +681,4 @@ def test_any_interleaving_keeps_the_rules(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.long
 def test_many_more_interleavings_keep_the_rules(monkeypatch: pytest.MonkeyPatch):
-    explore(monkeypatch, examples=3000, steps=80)
+    explore(monkeypatch, examples=2000, steps=80)

@@ -6,6 +6,7 @@ import pytest
 from core_world import PAGE, SLOT, Slot, World, chain, offsets_of, pack, slots_of
 
 from kvhold.core import events as ev
+from kvhold.core.catalogue import State
 from kvhold.core.events import Reason, Refuse
 
 
@@ -273,17 +274,34 @@ def test_purge_of_one_namespace_leaves_the_others_and_the_credits():
 
 def test_purge_goes_in_slices_and_spares_what_is_granted_meanwhile(monkeypatch: pytest.MonkeyPatch):
     world = World()
-    engine = world.engine(slots=2)
-    engine.store(chain(10))
+    engine = world.engine(slots=8)
+    engine.store(chain(12))
     monkeypatch.setattr(ev, "MAX_BATCH", 4)
+    rows = len(world.core.catalogue.state)
     world.handle(ev.Purge())
-    assert 0 < world.core.objects < 10
-    late = chain(2, "late")
-    engine.back(engine.take(len(engine.slots[0])))
-    world.handle(engine.commit_event(late, engine.take(2)))
+    assert 0 < world.core.objects < 12
+    slots = engine.take(8)  # together, so that not all of them come back as rows that the purge has passed
+    for half in (slots[:4], slots[4:]):
+        world.handle(ev.Return(engine.scheduler, *pack(half)))
+    late, slots = chain(4, "late"), [slot for slot in engine.take(8) if slot.row >= ev.MAX_BATCH][:4]
+    assert len(slots) == 4
+    world.handle(engine.commit_event(late, slots))
+    assert world.core.objects > 4
     world.run()
-    assert world.resident(chain(10)) == []
+    assert max(slot.row for slot in slots) < rows
+    assert world.resident(chain(12)) == []
     assert world.resident(late) == late
+
+
+def test_purge_reaches_the_last_row():
+    world = World()
+    engine = world.engine(slots=2)
+    engine.commit(chain(2))
+    world.settle(ev.Close(engine.scheduler, 0))
+    engine.commit(chain(4)[2:])
+    assert world.core.catalogue.state[-1] == State.RESIDENT
+    world.settle(ev.Purge())
+    assert world.core.objects == 0
 
 
 @pytest.mark.parametrize(("size", "share"), [(2 * SLOT, 0.9), (PAGE, 0.9), (3 * SLOT, 0.8)])  # the last spans pages

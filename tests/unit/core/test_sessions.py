@@ -6,6 +6,7 @@ import pytest
 from core_world import PAGE, SLOT, World, chain
 
 from kvhold.core import events as ev
+from kvhold.core import state
 from kvhold.core.events import Gone, Part, Ready, Reason, Refuse, Role
 
 
@@ -210,6 +211,20 @@ def test_the_engine_whose_bytes_are_in_limbo_may_come_back():
     assert not isinstance(world.handle(joined(99, Role.WORKER, 0, "one"))[0], Refuse)
 
 
+def test_what_is_still_being_freed_refuses_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ev, "MAX_BATCH", 4)
+    world = World(pages=3)
+    engine = world.engine(slots=1)
+    for space in range(1, 7):
+        engine.open(space, group=space, slots=1)
+    engine.leave(Gone.UNKNOWN)
+    world.settle(ev.Left(engine.scheduler, Gone.DEAD))
+    assert isinstance(world.handle(joined(98, Role.WORKER, 0, "new"))[0], Refuse)
+    world.handle(ev.Left(engine.workers[0], Gone.DEAD))
+    assert world.core.has_work
+    assert not isinstance(world.handle(joined(99, Role.WORKER, 0, "new"))[0], Refuse)
+
+
 def test_limbo_counts_what_many_leases_share_once():
     world = World(pages=2)
     engine = world.engine(slots=1)
@@ -263,6 +278,14 @@ def test_a_space_opened_twice_or_without_geometry_is_refused(change: dict[str, o
     fields = {"space": 1, "namespace": b"m" * 32, "group": 0, "key_bytes": 8, "shards": (SLOT, SLOT), "slots": 1}
     (refusal,) = world.handle(ev.Open(engine.scheduler, **(fields | change)))  # type: ignore[arg-type]
     assert isinstance(refusal, Refuse)
+
+
+def test_spaces_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(state, "MAX_SPACES", 2)
+    world = World()
+    engine = world.engine()
+    engine.open(space=1, group=1)
+    assert isinstance(engine.open(space=2, group=2)[0], Refuse)
 
 
 def test_one_namespace_has_one_geometry_while_it_is_in_use():
