@@ -1,6 +1,7 @@
 """One session with a manager: a connected socket, its messages, and what the Welcome brought."""
 
 import os
+import select
 import socket
 import struct
 import time
@@ -9,12 +10,11 @@ from pathlib import Path
 import msgspec
 
 from kvhold import protocol as wire
+from kvhold.client.wait import wait_for
 
 OUTBOX_LIMIT = 16 << 20
 """Bytes that may wait for a manager that does not read; beyond it the session is given up."""
-_FLUSH_SECONDS = 0.0001
 _CREDENTIALS = struct.Struct("iII")
-_TIMEVAL = struct.Struct("@ll")
 
 
 class AttachError(Exception):
@@ -30,11 +30,11 @@ class Channel:
     def __init__(self, path: Path, hello: wire.Hello, timeout: float) -> None:
         self.path = path
         self.lost = False
+        self._pid = os.getpid()
         self._reader = wire.FrameReader()
         self._outbox = bytearray()
         self._inbox: list[wire.ManagerMessage] = []
         self._buffer = bytearray(1 << 16)
-        self._patience = 0.0
         self.arena_fd = -1
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -94,47 +94,34 @@ class Channel:
         end = time.monotonic() + wait
         while not self.lost:
             self.flush()
-            left = 0.0 if messages else end - time.monotonic()
-            if left > 0:
-                # A question that is larger than the socket's buffer must go out before it can be answered.
-                self._set_patience(min(left, _FLUSH_SECONDS) if self._outbox else left)
-            flags = 0 if left > 0 else socket.MSG_DONTWAIT
             try:
-                size = self.socket.recv_into(self._buffer, 0, flags)
+                size = self.socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
                 if not size:
                     self.abandon()
-                    break
                 for body in self._reader.feed(memoryview(self._buffer)[:size]):
                     messages.append(wire.FROM_MANAGER.decode(body))
-                if size < len(self._buffer):
-                    break
             except BlockingIOError:
-                if left <= 0 or not self._outbox:
+                left = end - time.monotonic()
+                if messages or left <= 0 or self.lost:
                     break
+                # A question that is larger than the socket's buffer must go out before it can be answered.
+                wait_for(self.socket.fileno(), select.POLLIN | (select.POLLOUT if self._outbox else 0), left)
             except (OSError, wire.ProtocolError, msgspec.DecodeError):
                 self.abandon()
         return messages
 
-    def _set_patience(self, seconds: float) -> None:
-        """How long a blocking read may take. The socket option has microseconds, Python's own timeouts milliseconds."""
-        if seconds != self._patience:
-            microseconds = max(1, int(seconds * 1e6))
-            self.socket.setsockopt(
-                socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(microseconds // 10**6, microseconds % 10**6)
-            )
-            self._patience = seconds
-
     def abandon(self) -> None:
         """Mark the session lost and wake whoever watches the socket; the descriptor stays until :meth:`close`."""
         self.lost = True
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        if os.getpid() == self._pid:  # a forked child has no say in its parent's session
+            try:
+                self.socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
 
     def bye(self) -> None:
         """Say that nothing of this session is in use any more, and end it."""
-        if not self.lost:
+        if not self.lost and os.getpid() == self._pid:
             self.send(wire.Bye())
         self.abandon()
 

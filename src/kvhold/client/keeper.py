@@ -84,10 +84,13 @@ class Keeper:
         attempt = 0
         said = ""
         while not self._stopping:
+            channel = None
             try:
                 channel = self._attach()
                 self._half.attached(channel)
-            except (AttachError, OSError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on, and this tries again
+                if channel is not None:
+                    channel.abandon()
                 if str(error) != said:
                     said = str(error)
                     log.warning("kvhold: not attached, the engine goes on without it: %s", error)
@@ -99,7 +102,10 @@ class Keeper:
             attempt, said = 0, ""
             self.channel = channel
             self._first.set()
-            self._watch(channel)
+            try:
+                self._watch(channel)
+            except Exception:
+                log.exception("kvhold: the session with %s is given up", channel.path)
             self.channel = None
             channel.abandon()  # closed once the engine's thread has let go of it too
             if not self._stopping:

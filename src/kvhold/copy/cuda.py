@@ -45,6 +45,8 @@ class CudaCopier:
         for at in range(0, arena.size, _PIN_CHUNK):
             error = runtime.cudaHostRegister(arena.address + at, min(_PIN_CHUNK, arena.size - at), 0)
             if int(error) != 0:
+                for done in range(0, at, _PIN_CHUNK):
+                    runtime.cudaHostUnregister(arena.address + done)
                 raise RuntimeError(f"pinning the arena failed after {at} bytes: CUDA error {int(error)}")
         buffer = (ctypes.c_ubyte * arena.size).from_address(arena.address)
         self._pinned[arena.address] = torch.frombuffer(buffer, dtype=torch.uint8)

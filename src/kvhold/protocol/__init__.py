@@ -7,6 +7,7 @@ its :class:`Welcome`. Anything outside of this ends the connection.
 
 from kvhold.protocol.framing import (
     MAX_FRAME,
+    MAX_KEYS,
     PREAMBLE,
     SHARD_ALIGN,
     SOCKET_TAKEN,
@@ -48,6 +49,7 @@ __all__ = [
     "FROM_CLIENT",
     "FROM_MANAGER",
     "MAX_FRAME",
+    "MAX_KEYS",
     "PREAMBLE",
     "SHARD_ALIGN",
     "SOCKET_TAKEN",

@@ -7,6 +7,7 @@ engine. Only the constructor and ``register_kv_caches`` may refuse.
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -89,6 +90,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         check_version(vllm_version)
         check_engine(vllm_config, kv_cache_config)
         settings = load_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._pid = os.getpid()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -222,5 +224,5 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(_nothing)
     def shutdown(self) -> None:
         half = self._scheduler or self._worker
-        if half is not None:
+        if half is not None and os.getpid() == self._pid:  # a forked child that ends does not end its parent's cache
             half.shutdown()

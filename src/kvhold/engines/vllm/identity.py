@@ -24,6 +24,8 @@ PRIVATE = "private"
 LAYOUT_VERSION = 1
 """Of kvhold's own order of bytes in an object."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+_FIXED_POSITIONS = {"default", "linear", "llama3", "yarn", "mrope"}
+"""Rope types that depend on the model's configuration alone."""
 _RANDOM_HASHES = ("xxhash", "xxhash_cbor")
 
 
@@ -38,8 +40,11 @@ def describe(config: "VllmConfig", cache: "KVCacheConfig", layout: PagedLayout) 
         "weights": weights_identity(model, config.load_config.load_format),
         "model_config": _model_config(model),
         "dtype": str(model.dtype),
-        "quantization": repr(model.quantization),
+        "quantization": [repr(model.quantization), repr(model.quantization_config)],
         "hf_overrides": repr(model.hf_overrides),
+        "implementation": [repr(model.model_impl), repr(model.model_class_overrides), repr(model.code_revision)],
+        "processor": repr(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
+        "positions": _positions(model),
         "group": [repr(group.kv_cache_spec), list(group.layer_names)],
         "layers": [_layer(layers.get(name)) for name in group.layer_names],
         "kv_layout": repr(cache.kv_cache_layout),
@@ -105,6 +110,15 @@ def _snapshot(model: "ModelConfig") -> Path | None:
 def _model_config(model: "ModelConfig") -> dict[str, Any]:
     known = model.hf_config.to_dict()
     return json.loads(json.dumps({k: v for k, v in known.items() if k not in _NOT_OF_THE_MODEL}, default=repr))
+
+
+def _positions(model: "ModelConfig") -> str:
+    """The context length, where the engine derives position encodings from it; "" where it does not."""
+    text = model.hf_text_config.to_dict()
+    scalings = [text.get("rope_parameters") or {}, text.get("rope_scaling") or {}]
+    scalings += [inner for scaling in scalings for inner in scaling.values() if isinstance(inner, dict)]
+    kinds = {scaling.get("rope_type", scaling.get("type", "default")) for scaling in scalings}
+    return "" if kinds <= _FIXED_POSITIONS else str(model.max_model_len)
 
 
 def _layer(layer: Any) -> list[str]:

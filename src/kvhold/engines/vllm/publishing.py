@@ -7,7 +7,7 @@ finish, be aborted or be preempted meanwhile. A hold never waits for the manager
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvhold.client.control import Control, Slots
@@ -41,6 +41,7 @@ class Batch:
     keys: list[bytes]
     slots: Slots
     blocks: list[int]
+    ended: dict[int, int] = field(default_factory=dict)  # bytes per object by rank, of ranks whose copy has ended
 
 
 class Publishing:
@@ -158,20 +159,30 @@ class Publishing:
         return count
 
     def ended(self, report: CopyReport, expected: tuple[int, ...]) -> None:
-        """Copies have ended on every rank: let go of their source, then tell the manager."""
-        batches = [(self._let_go(number), ranks) for number, ranks in report.ended.items()]
-        for batch, ranks in batches:
-            if batch is None or batch.attachment != self._control.attachment:
+        """Copies have ended on some ranks. Where on all: let go of their source, then tell the manager.
+
+        Ranks may end in different steps; until the last one has, it still reads the source and writes the slots.
+        """
+        over: list[Batch] = []
+        for number, ranks in report.ended.items():
+            batch = self._batches.get(number)
+            if batch is None:
                 continue
-            shards = tuple(ranks.get(rank, -1) for rank in range(len(expected)))
+            batch.ended.update(ranks)
+            if len(batch.ended) == len(expected):
+                self._let_go(number)
+                over.append(batch)
+        for batch in over:
+            if batch.attachment != self._control.attachment:
+                continue
+            shards = tuple(batch.ended.get(rank, -1) for rank in range(len(expected)))
             if batch.space in self._control.credit and shards == expected:
                 self._control.commit(batch.space, batch.parent, batch.keys, batch.slots, shards)
             else:
                 self._control.give_back(batch.slots)
 
-    def _let_go(self, number: int) -> Batch | None:
-        batch = self._batches.pop(number, None)
-        if batch is not None and self._pool is not None:
-            self._under_way.difference_update(batch.keys)
+    def _let_go(self, number: int) -> None:
+        batch = self._batches.pop(number)
+        self._under_way.difference_update(batch.keys)
+        if self._pool is not None:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(batch.blocks)])
-        return batch

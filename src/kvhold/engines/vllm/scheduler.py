@@ -3,6 +3,7 @@
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from kvhold.engines.vllm.lookups import Lookups
 from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan, WorkerReport
 from kvhold.engines.vllm.publishing import Publishing
 from kvhold.engines.vllm.stats import KvHoldStats
-from kvhold.protocol import Hello, Retire
+from kvhold.protocol import MAX_KEYS, Hello, Retire
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,7 +77,7 @@ class SchedulerHalf:
         self._failed: set[str] = set()
         self._step = 0
         self._in_step = False
-        self._old_token = 0
+        self._old_tokens: deque[int] = deque(maxlen=64)
         self._reported: tuple[float, int] = (0.0, 0)
         self._keeper.start(_FIRST_ATTACH_SECONDS)
 
@@ -88,9 +89,9 @@ class SchedulerHalf:
         return Hello("scheduler", instance_of(self._config), 0, self._world, engine_label(self._config), step)
 
     def attached(self, channel: Channel) -> None:
-        if self._old_token:
-            channel.send(Retire(self._old_token))
-        self._old_token = channel.welcome.token
+        for token in self._old_tokens:  # all of them: the word may have been lost with the session that carried it
+            channel.send(Retire(token))
+        self._old_tokens.append(channel.welcome.token)
 
     def readable(self, channel: Channel) -> None:
         raise AssertionError("the scheduler's thread reads")
@@ -158,10 +159,14 @@ class SchedulerHalf:
         """How many tokens beyond ``computed`` can be restored, leaving the last one to compute; None: ask again."""
         name = request.request_id
         first = computed // self._block_tokens
-        last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes), MAX_KEYS)
         space = self._ready()
         if not self._restores_wanted or request.skip_reading_prefix_cache:
             first = last  # nothing to restore, but what is resident must not be published again
+        elif request.lora_request is not None:
+            # Block hashes name an adapter, they do not tell a retrained one of the same name from the old one.
+            self._lookups.miss(name, first, last, "lora")
+            return 0, False
         elif name in self._failed:
             self._lookups.miss(name, first, last, "load_failed")
             return 0, False
@@ -180,7 +185,7 @@ class SchedulerHalf:
         name = request.request_id
         load = None
         try:
-            if self._publishes_wanted:
+            if self._publishes_wanted and request.lora_request is None:
                 self._publishing.admit(request)
             if external <= 0:
                 self._lookups.settle(name)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
-MISSES = ("not_stored", "budget", "detached", "deadline", "load_failed", "cancelled")
+MISSES = ("not_stored", "budget", "detached", "deadline", "load_failed", "lora", "cancelled")
 
 METRICS = {
     "lookups": "Requests that asked for their prefix.",

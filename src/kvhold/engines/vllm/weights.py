@@ -16,7 +16,7 @@ _SAMPLE = 256
 """Bytes read of each tensor, or at each place of a file without a known structure."""
 _PLACES = 4096
 _SHA256 = re.compile("[0-9a-f]{64}")
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npcache")
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npcache", ".py")
 
 
 def weights_digest(folder: Path) -> bytes | None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,7 @@ class WorkerHalf:
         self._lock = threading.Lock()
         self._sessions: list[Session] = []  # the newest last; older ones until nothing may use them any more
         self._done_step = 0  # the last step all of whose copies were begun
+        self._retired: deque[int] = deque(maxlen=64)  # tokens of sessions that were let go
         self._settled_step: int | None = None  # older sessions are used by plans up to this step only
 
     # --- for the keeper, on its thread --------------------------------------------------------------------------
@@ -83,11 +85,17 @@ class WorkerHalf:
 
     def attached(self, channel: Channel) -> None:
         arena = ArenaMapping(channel.arena_fd, channel.welcome.arena_bytes, channel.welcome.incarnation)
-        if self._copier is not None:
-            self._copier.register(arena)
+        try:
+            if self._copier is not None:
+                self._copier.register(arena)
+        except Exception:
+            arena.close()
+            raise
         with self._lock:
             self._sessions.append(Session(channel.welcome.token, arena))
             self._settled_step = None
+        for token in self._retired:  # the word may have been lost with the session that carried it
+            channel.send(wire.Retire(token))
         channel.send(wire.Mapped())
 
     def readable(self, channel: Channel) -> None:
@@ -114,6 +122,7 @@ class WorkerHalf:
             self._sessions = [newest]
         for session in old:
             self._unmap(session)
+            self._retired.append(session.token)
             channel.send(wire.Retire(session.token))
         return False
 
