@@ -6,7 +6,6 @@ killed and restarted meanwhile. More seeds: ``pytest tests/engine/test_fuzz.py -
 """
 
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,15 @@ class Chaos:
 
     def __init__(self, rng: random.Random, patch: pytest.MonkeyPatch) -> None:
         self._rng = rng
-        self._gate = threading.Event()
-        self._gate.set()
+        self._open = True
         self.fail_restores = self.fail_publishes = 0.0
-        restore, publish = HostCopier.restore, HostCopier.begin_publish
+        advance, restore, publish = HostCopier.advance, HostCopier.restore, HostCopier.begin_publish
+
+        def held_advance(copier: HostCopier) -> None:
+            if self._open:
+                advance(copier)
 
         def chaotic_restore(copier: HostCopier, *args: Any) -> None:
-            assert self._gate.wait(30)
             if rng.random() < self.fail_restores:
                 raise OSError("injected")
             restore(copier, *args)
@@ -45,16 +46,18 @@ class Chaos:
                 return job
             return publish(copier, *args)
 
+        patch.setattr(host, "STEP_BYTES", rng.choice([1, 4, 1000]) << 15)  # one block of this model has 32 KiB
+        patch.setattr(HostCopier, "advance", held_advance)
         patch.setattr(HostCopier, "restore", chaotic_restore)
         patch.setattr(HostCopier, "begin_publish", chaotic_publish)
 
     def turn(self) -> None:
-        self._gate.set() if self._rng.random() < 0.7 else self._gate.clear()
+        self._open = self._rng.random() < 0.7
         self.fail_restores = self._rng.choice([0.0, 0.0, 0.3])
         self.fail_publishes = self._rng.choice([0.0, 0.0, 0.2])
 
     def end(self) -> None:
-        self._gate.set()
+        self._open = True
         self.fail_restores = self.fail_publishes = 0.0
 
 

@@ -63,6 +63,9 @@ class CudaCopier:
     def begin_restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
         return self._begin(self._restoring, self._scatter, arena, blocks, offsets)
 
+    def advance(self) -> None:
+        """Nothing to do: the device copies by itself."""
+
     def close(self) -> None:
         self._begun.put(None)
         self._thread.join()

@@ -23,6 +23,9 @@ class Copier(Protocol):
     def begin_restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
         """Copy byte ``offsets[i]`` of ``arena`` to ``blocks[i]`` after all that was submitted to the device so far."""
 
+    def advance(self) -> None:
+        """Called once per engine step, after its copies were begun, by the thread that begins them."""
+
     def close(self) -> None:
         """End after the copies that were begun."""
 

@@ -1,14 +1,15 @@
 """Copies between a KV cache in host memory and the arena.
 
-One numpy copy moves one block of a run of layers: a strided read against a contiguous write, or the other way round,
-with the GIL released. A restore runs in a thread of its own, beside the forward pass; a publish runs at once, so that
-no source block has to be held beyond the step.
+One numpy copy moves one block of a run of layers: a strided read against a contiguous write, or the other way round.
+All copies run on the engine's thread, at the end of a step. A thread of its own would have to win Python's lock from a
+busy engine for every block, which takes longer than the copy; and a restore, in pieces of a few milliseconds, delays
+the others' next step far less than the prefill that it saves.
 """
 
 import ctypes
-import queue
-import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,28 @@ from kvhold.client.arena import ArenaMapping
 from kvhold.copy.job import Job
 from kvhold.copy.layout import LayerRun, PagedLayout
 
+STEP_BYTES = 64 << 20
+"""What restores copy in one engine step, all requests together: some ten milliseconds."""
+
 _Array = np.ndarray[Any, Any]
 
 
+@dataclass(slots=True)
+class _Restore:
+    job: Job
+    arena: ArenaMapping
+    blocks: Sequence[int]
+    offsets: Sequence[int]
+    done: int = 0
+
+
 class HostCopier:
-    """Copies blocks of ``layout``. One thread may begin copies; restores end in the order in which they were begun."""
+    """Copies blocks of ``layout``, on one thread. Restores end in the order in which they were begun."""
 
     def __init__(self, layout: PagedLayout) -> None:
         self._size = layout.shard_bytes
         self._pages = [(run, _view(run, layout.blocks)) for run in layout.runs]
-        self._queue: queue.SimpleQueue[tuple[Job, ArenaMapping, Sequence[int], Sequence[int]] | None]
-        self._queue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._restore_all, name="kvhold-restore", daemon=True)
-        self._thread.start()
+        self._waiting: deque[_Restore] = deque()
 
     def register(self, arena: ArenaMapping) -> None:
         """Nothing to prepare: host memory is copied as it is."""
@@ -52,32 +62,38 @@ class HostCopier:
         return job
 
     def begin_restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
-        """Copy ``arena`` at byte ``offsets[i]`` to ``blocks[i]``, later."""
-        job = Job(len(blocks) * self._size)
-        self._queue.put((job, arena, blocks, offsets))
-        return job
+        """Copy ``arena`` at byte ``offsets[i]`` to ``blocks[i]``, in :meth:`advance`."""
+        restore = _Restore(Job(len(blocks) * self._size), arena, blocks, offsets)
+        self._waiting.append(restore)
+        return restore.job
 
-    def _restore_all(self) -> None:
-        while (task := self._queue.get()) is not None:
-            job, arena, blocks, offsets = task
+    def advance(self) -> None:
+        """Copy what one step may copy of the restores that were begun."""
+        left = max(1, STEP_BYTES // self._size)
+        while self._waiting and left > 0:
+            restore = self._waiting[0]
+            end = min(restore.done + left, len(restore.blocks))
             try:
-                self.restore(arena, blocks, offsets)
+                self.restore(restore.arena, restore.blocks[restore.done : end], restore.offsets[restore.done : end])
             except Exception as error:  # noqa: BLE001 - a failed copy is a recomputed block, never an engine error
-                job.end(f"{type(error).__name__}: {error}")
-            else:
-                job.end()
+                self._waiting.popleft()
+                restore.job.end(f"{type(error).__name__}: {error}")
+                continue
+            left -= end - restore.done
+            restore.done = end
+            if end == len(restore.blocks):
+                self._waiting.popleft()
+                restore.job.end()
 
     def restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> None:
-        """Copy now, on this thread."""
+        """Copy now."""
         for run, pages in self._pages:
             buffer, kind, shape = _buffer(arena), pages.dtype, pages.shape[1:]
             for block, offset in zip(blocks, offsets, strict=True):
                 np.copyto(pages[block], np.ndarray(shape, kind, buffer, offset + run.at))
 
     def close(self) -> None:
-        """End the thread after what was begun."""
-        self._queue.put(None)
-        self._thread.join()
+        """Nothing runs beyond a call."""
 
 
 def _view(run: LayerRun, blocks: int) -> _Array:

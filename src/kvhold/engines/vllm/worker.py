@@ -158,7 +158,9 @@ class WorkerHalf:
         """End copies, say goodbye, unmap."""
         end = time.monotonic() + _LAST_COPY_SECONDS
         jobs = [job for _, job in (*self._copies.loads.values(), *self._copies.publishes.values())]
-        drained = all(job.wait(max(0.0, end - time.monotonic())) for job in jobs)
+        while self._copier is not None and time.monotonic() < end and not all(job.wait(0.001) for job in jobs):
+            self._copier.advance()
+        drained = all(job.ended for job in jobs)
         channel = self._keeper.channel
         self._keeper.stop(channel.bye if channel is not None and drained else lambda: None)
         if self._copier is not None and drained:
@@ -179,6 +181,8 @@ class WorkerHalf:
                 else _failed("it cannot be had any more")
             )
             self._copies.loads[load.request] = plan.step, job
+        if self._copier is not None:
+            self._copier.advance()
 
     def start_publishes(self, plan: StepPlan) -> None:
         """Begin this step's publishes; once per step, however often it is called."""
