@@ -102,6 +102,7 @@ def main() -> None:
                 outputs = bed.generate(llm, command["generate"], command["max_tokens"])
                 say({"outputs": [packed(output) for output in outputs]})
             elif "reset" in command:
+                bed.settle(llm)
                 say({"reset": llm.reset_prefix_cache()})
 
 

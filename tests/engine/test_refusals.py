@@ -6,7 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bed import engine, generate, prompt, running
+from bed import engine, prompt, reference, running
+from engine_process import EngineProcess
+from kvhold_bed import connect
+from manager_process import Manager
 from models import write_config
 
 from kvhold.engines.vllm.config import Settings, load_settings
@@ -97,22 +100,19 @@ def test_draft_models_are_refused(llama_dir: Path) -> None:
         check_engine(config, SimpleNamespace(kv_cache_groups=[]))  # type: ignore[arg-type]
 
 
-def test_prompt_lookup_decoding_is_served(llama_dir: Path, manager: Any) -> None:
-    from bed import reference
-    from kvhold_bed import serving
-
+def test_prompt_lookup_decoding_is_served(llama_dir: Path, manager: Manager) -> None:
+    """In a process of its own: the proposer changes how many threads a whole process computes with."""
     prompts = [prompt(100, 1) * 3, prompt(310, 2)]
-    expected = reference(llama_dir, prompts, 20)
-    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
-    with serving(llama_dir, manager, **options) as llm:
-        for _ in range(2):
-            outputs = generate(llm, prompts, 20)
-            assert [output.tokens for output in outputs] == [output.tokens for output in expected]
-            from bed import settle
-
-            settle(llm)
-            assert llm.reset_prefix_cache()
-        assert [output.cached for output in outputs] == [288, 288]
+    expected = [list(output.tokens) for output in reference(llama_dir, prompts, 20)]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    child = EngineProcess(llama_dir, connector=connect(manager), speculative_config=speculation)
+    child.ready()
+    for _ in range(2):
+        outputs = child.generate(prompts, 20)
+        assert [output["tokens"] for output in outputs] == expected
+        assert child.ask({"reset": True})["reset"]
+    assert [output["cached"] for output in outputs] == [288, 288]
+    assert child.close() == 0
 
 
 def test_kinds_are_named() -> None:

@@ -380,10 +380,11 @@ def test_a_flood_of_questions_disturbs_nobody(site: Site) -> None:
             sent += engine.scheduler.socket.send(questions[sent:])
         site.neighbour.works(STORED)
     engine.scheduler.socket.setblocking(True)
-    answers = [engine.scheduler.expect(wire.Answer) for _ in range(100)]
-    assert [(answer.op, answer.resident, answer.offsets) for answer in answers] == [
-        (op, len(chain), b"") for op in range(1, 101)
-    ]
+    answers = {answer.op: answer for answer in (engine.scheduler.expect(wire.Answer) for _ in range(100))}
+    assert answers.keys() == set(range(1, 101))
+    full = [answer for answer in answers.values() if answer.resident == len(chain)]
+    assert len(full) >= 64, "so many may wait for their answer"
+    assert all((a.resident, a.reason) == (0, "budget") for a in answers.values() if a not in full)
     engine.bye()
     site.is_well()
 

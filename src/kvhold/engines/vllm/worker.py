@@ -84,18 +84,22 @@ class WorkerHalf:
         return wire.Hello("worker", instance_of(self._config), self._rank, self._world, engine_label(self._config))
 
     def attached(self, channel: Channel) -> None:
-        arena = ArenaMapping(channel.arena_fd, channel.welcome.arena_bytes, channel.welcome.incarnation)
+        for token in self._retired:  # the word may have been lost with the session that carried it
+            channel.send(wire.Retire(token))
         try:
-            if self._copier is not None:
-                self._copier.register(arena)
+            arena = ArenaMapping(channel.arena_fd, channel.welcome.arena_bytes, channel.welcome.incarnation)
+            try:
+                if self._copier is not None:
+                    self._copier.register(arena)
+            except Exception:
+                arena.close()
+                raise
         except Exception:
-            arena.close()
+            self._retired.append(channel.welcome.token)  # nothing of it was ever in use: the next session says so
             raise
         with self._lock:
             self._sessions.append(Session(channel.welcome.token, arena))
             self._settled_step = None
-        for token in self._retired:  # the word may have been lost with the session that carried it
-            channel.send(wire.Retire(token))
         channel.send(wire.Mapped())
 
     def readable(self, channel: Channel) -> None:
