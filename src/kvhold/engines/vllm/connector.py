@@ -72,6 +72,7 @@ def _log_like_the_engine() -> None:
     if ours.level == logging.NOTSET and not ours.handlers:
         ours.setLevel(theirs.level)
         ours.handlers = list(theirs.handlers)
+        ours.propagate = theirs.propagate
 
 
 def _nothing() -> None:
