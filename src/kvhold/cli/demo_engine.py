@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.cli.status import ask
+from kvhold.host import peer
 
 BLOCK = 32
 """Tokens of a block; vLLM's own default on the CPU is 128."""
@@ -28,7 +28,6 @@ CONNECTOR = {"kv_connector": "KvHoldConnector", "kv_role": "kv_both", "kv_load_f
 _KV_CACHE_BYTES = 256 << 20
 _GOODBYE_SECONDS = 20.0
 _LOG_LINES = 15
-_CREDENTIALS = struct.Struct("iII")
 
 
 class DemoError(Exception):
@@ -137,7 +136,10 @@ class EngineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            status = self._process.wait()
+            try:
+                status: int | str = self._process.wait(_GOODBYE_SECONDS)
+            except subprocess.TimeoutExpired:
+                status = "none: it hangs"
             log = "\n  ".join(self.log_tail()) or "(see above)"
             raise DemoError(f"engine {self.name} ended with status {status}; the end of its log:\n  {log}")
         return json.loads(line)
@@ -227,5 +229,4 @@ def _manager_pid(folder: Path) -> int | None:
             probe.connect(str(path))
         except OSError:
             return None
-        listener = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(listener)[0])
+        return peer(probe)[0]
