@@ -1,6 +1,10 @@
-"""What this host has to give."""
+"""What this host has to give, and who is at the other end of a socket on it."""
 
 import os
+import socket
+import struct
+
+_CREDENTIALS = struct.Struct("iII")
 
 
 def available_memory() -> int:
@@ -25,3 +29,10 @@ def total_memory() -> int:
 def default_dram() -> int:
     """Bytes of arena that an engine's own manager takes unless told otherwise: 20% of free memory, at most 8GiB."""
     return min(8 << 30, available_memory() // 5)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that connected to this Unix socket, or that listens at its other end."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return pid, uid

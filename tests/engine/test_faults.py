@@ -46,6 +46,13 @@ def held_restores(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             go.set()
 
 
+def begin_restores(llm: LLM) -> None:
+    """Send all prompts, and step until the restore of each has begun."""
+    for i, tokens in enumerate(PROMPTS):
+        add(llm, f"r{i}", tokens)
+    until(lambda: step(llm) == [] and len(worker_side()._copies.loads) == 3, "restores begin")
+
+
 def strike(manager: Manager, fault: str) -> None:
     manager.kill() if fault == "kill" else manager.stop()
 
@@ -137,9 +144,7 @@ def test_during_a_load(llama_dir: Path, manager: Manager, fault: str, monkeypatc
         generate(llm, PROMPTS)
         assert llm.reset_prefix_cache()
         with held_restores(monkeypatch) as go:
-            for i, tokens in enumerate(PROMPTS):
-                add(llm, f"r{i}", tokens)
-            until(lambda: step(llm) == [] and len(worker_side()._copies.loads) == 3, "restores begin")
+            begin_restores(llm)
             strike(manager, fault)
             step(llm)
             go.set()
@@ -159,9 +164,7 @@ def test_restart_during_a_load(llama_dir: Path, manager: Manager, monkeypatch: p
         generate(llm, PROMPTS)
         assert llm.reset_prefix_cache()
         with held_restores(monkeypatch) as go:
-            for i, tokens in enumerate(PROMPTS):
-                add(llm, f"r{i}", tokens)
-            until(lambda: step(llm) == [] and len(worker_side()._copies.loads) == 3, "restores begin")
+            begin_restores(llm)
             manager.restart()
             until(lambda: attached(llm), "attached to the new manager")
             assert len(worker_side()._sessions) == 2  # the old arena is still mapped

@@ -3,7 +3,6 @@
 import os
 import select
 import socket
-import struct
 import time
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import msgspec
 
 from kvhold import protocol as wire
 from kvhold.client.wait import wait_for
+from kvhold.host import peer
 
 OUTBOX_LIMIT = 16 << 20
 """Bytes that may wait for a manager that does not read; beyond it the session is given up."""
-_CREDENTIALS = struct.Struct("iII")
 
 
 class AttachError(Exception):
@@ -40,8 +39,7 @@ class Channel:
         try:
             self.socket.settimeout(timeout)
             self.socket.connect(str(path))
-            owner = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(owner)[1] != os.getuid():
+            if peer(self.socket)[1] != os.getuid():
                 raise AttachError(f"{path} is another user's")
             self.socket.sendall(wire.PREAMBLE + wire.frame(hello))
             self.welcome = self._await_welcome(timeout)

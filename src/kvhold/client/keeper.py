@@ -57,11 +57,10 @@ class Keeper:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvhold-keeper", daemon=True)
 
-    def start(self, wait: float) -> bool:
-        """Begin to attach; True if the first attempt succeeded within ``wait`` seconds."""
+    def start(self, wait: float) -> None:
+        """Begin to attach, and return when the first attempt has ended or ``wait`` seconds have passed."""
         self._thread.start()
         self._first.wait(wait)
-        return self.channel is not None
 
     def stop(self, farewell: Callable[[], None]) -> None:
         """Attach no more, let the half say ``farewell`` to the session it has, and end."""

@@ -3,10 +3,10 @@
 import os
 import select
 import socket
-import struct
+
+from kvhold.host import peer
 
 _SO_PEERPIDFD = 77
-_CREDENTIALS = struct.Struct("iII")
 
 
 class UnknownPeer(Exception):
@@ -15,7 +15,7 @@ class UnknownPeer(Exception):
 
 def peer_pidfd(connection: socket.socket) -> tuple[int, int]:
     """(pid, pidfd) of the process that connected. Raises UnknownPeer for another user or an unprovable process."""
-    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, uid = peer(connection)
     if uid != os.getuid():
         raise UnknownPeer(f"user {uid} is not the manager's user {os.getuid()}")
     try:

@@ -269,11 +269,7 @@ class SchedulerHalf:
         self._reported = self.control.waited, self.control.exhausted
         self.stats.add("scheduler_wait_seconds", self.control.waited - waited)
         self.stats.add("step_budget_exhausted", self.control.exhausted - exhausted)
-        if self.stats.is_empty():
-            return None
-        taken = KvHoldStats(dict(self.stats.data))
-        self.stats.reset()
-        return taken
+        return self.stats.take()
 
     def shutdown(self) -> None:
         self._keeper.stop(self.control.bye)

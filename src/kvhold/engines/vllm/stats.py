@@ -43,6 +43,14 @@ class KvHoldStats(KVConnectorStats):
         if value:
             self.data[name] = self.data.get(name, 0) + value
 
+    def take(self) -> "KvHoldStats | None":
+        """What was counted since the last call; None for nothing."""
+        if not self.data:
+            return None
+        taken = KvHoldStats(dict(self.data))
+        self.reset()
+        return taken
+
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 

@@ -178,12 +178,7 @@ class WorkerHalf:
     def start_loads(self, plan: StepPlan) -> None:
         """Begin this step's restores."""
         for load in plan.loads:
-            offsets = load.offsets
-            job = (
-                self._begin(plan, load.blocks, offsets, publish=False)
-                if offsets
-                else _failed("it cannot be had any more")
-            )
+            job = self._begin(plan, load.blocks, load.offsets, publish=False)
             self._copies.loads[load.request] = plan.step, job
         if self._copier is not None:
             self._copier.advance()
@@ -204,6 +199,8 @@ class WorkerHalf:
 
     def _begin(self, plan: StepPlan, blocks: list[int], offsets: "array[int]", publish: bool) -> Job:
         """Begin a copy; one that cannot be begun is a failed one, because somebody waits for its end."""
+        if not offsets:
+            return _failed("what was promised cannot be had any more")
         try:
             arena = self._arena(plan.incarnation)
             if arena is None or self._copier is None:
@@ -239,10 +236,11 @@ class WorkerHalf:
 
     def take_report(self) -> CopyReport | None:
         """Publishes that have ended since the last call."""
+        if self._report is None:
+            return None
         report = CopyReport()
-        assert self._report is not None or not self._copies.publishes
         for batch, (_, job) in list(self._copies.publishes.items()):
-            if not job.ended or self._report is None:
+            if not job.ended:
                 continue
             del self._copies.publishes[batch]
             self.stats.add("publishes")
@@ -258,11 +256,7 @@ class WorkerHalf:
 
     def take_stats(self) -> KvHoldStats | None:
         """Counts since the last call."""
-        if self.stats.is_empty():
-            return None
-        taken = KvHoldStats(dict(self.stats.data))
-        self.stats.reset()
-        return taken
+        return self.stats.take()
 
 
 def _failed(reason: str) -> Job:
