@@ -28,3 +28,8 @@ def in_turns(rounds: int, **variants: Callable[[], float]) -> dict[str, list[flo
 def ratios(values: Sequence[float], of: Sequence[float]) -> list[float]:
     """Paired, round by round."""
     return [value / base for value, base in zip(values, of, strict=True)]
+
+
+def goal(value: float, most: float) -> str:
+    """Whether ``value`` keeps to a goal of at most ``most``."""
+    return f"(goal {most:g}: {'met' if value <= most else 'MISSED'})"

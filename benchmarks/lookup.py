@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from figures import median, spread
+from figures import goal, median, spread
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel
@@ -23,6 +23,7 @@ GOALS_MS = {100: 0.2, 1_000: 0.6, 10_000: 4.0}
 GAPS = {"every 1 ms": 0.001, "every 5 ms": 0.005, "after 20 ms idle": 0.02}
 """Between questions; in the longer one processors fall asleep and caches cool."""
 SHARD = 4096
+PENDING = 100
 
 
 class Engine:
@@ -32,7 +33,7 @@ class Engine:
         self.worker = Channel(socket, wire.Hello("worker", "bench", 0, 1, "benchmark"), 5)
         self.worker.send(wire.Mapped())
         keeper: Any = SimpleNamespace(channel=Channel(socket, wire.Hello("scheduler", "bench", 0, 1, "benchmark"), 5))
-        self.control = Control(keeper, step_seconds=1.0, answer_seconds=10.0)
+        self.control = Control(keeper, step_seconds=1.0, answer_seconds=10.0, read_seconds=10.0)
         while not self.control.attachment:
             self.control.new_step()
         self.control.open(1, Geometry(os.urandom(32), 0, 32, (SHARD,)), 4096)
@@ -44,19 +45,20 @@ class Engine:
             count = min(len(self.control.credit[1]), len(keys) - done)
             if count:
                 slots = self.control.credit[1].take(count)
-                self.control.commit(1, keys[done - 1] if done else b"", keys[done : done + count], slots, (SHARD,))
+                parent = keys[done - 1] if done else b""
+                self.control.commit(1, parent, done, keys[done : done + count], slots, (SHARD,))
                 done += count
 
     def ask(self, keys: list[bytes]) -> float:
         """Seconds from a request's hashes to the offsets of its blocks."""
         self.control.new_step()
         begun = time.perf_counter()
-        op = self.control.ask(1, 0, b"".join(keys))
-        answer = self.control.answer(op)
+        ticket = self.control.ask(1, 0, b"".join(keys))
+        answer = self.control.answer(ticket)
         seconds = time.perf_counter() - begun
         assert answer is not None, "no answer within a second"
         assert answer.resident == len(keys), (len(keys), answer)
-        self.control.release((op,))
+        self.control.release((ticket,))
         return seconds
 
     def idle_step(self) -> float:
@@ -90,9 +92,31 @@ def main() -> None:
                     print(f"lookup of {count:>6} blocks, {name}: {spread(times)} ms; goal {GOALS_MS[count]}, {verdict}")
             idle = [engine.idle_step() * 1e6 for _ in range(2000)]
             print(f"a step of the scheduler half that asks nothing: {spread(idle)} us of CPU time")
+            pending = pending_steps(engine, chains[100])
+            verdict = goal(median(pending), 0.2)
+            print(f"a step with {PENDING} requests that wait: {spread(pending)} ms of CPU time {verdict}")
         finally:
             manager.terminate()
             manager.wait()
+
+
+def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
+    """CPU milliseconds of asking again for requests that are answered and wait to be admitted, per step."""
+    from kvhold.engines.vllm.lookups import Lookups
+    from kvhold.engines.vllm.stats import KvHoldStats
+
+    lookups = Lookups(engine.control, KvHoldStats(), 16, True)
+    names = [f"request {number}" for number in range(PENDING)]
+    times = []
+    for step in range(220):
+        begun = time.thread_time()
+        engine.control.new_step()
+        found = [lookups.find(name, 1, 0, len(keys), keys) for name in names]
+        if step >= 20:
+            times.append((time.thread_time() - begun) * 1e3)
+            assert found == [len(keys)] * PENDING
+    lookups.drop_all()
+    return times
 
 
 def _await_arena(socket: Path) -> None:

@@ -4,11 +4,17 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import get_args
+
+from fake_disks import FakeDisk, Flying, Name
 
 from kvhold.core import Core
 from kvhold.core import events as ev
-from kvhold.core.catalogue import State
 from kvhold.core.events import Effect, Event, Gone, Role
+from kvhold.core.limits import Limits
+from kvhold.core.rows import State
+from kvhold.core.segments import HEADER
+from kvhold.core.sessions import Phase
 
 PAGE = 16 << 10
 SLOT = 4 << 10
@@ -48,11 +54,16 @@ def pack(slots: Iterable[Slot]) -> tuple[bytes, bytes]:
 class World:
     """A core, a log of what was told to it, and an audit after every event."""
 
-    def __init__(self, pages: int = 16, page: int = PAGE, populated: int | None = None) -> None:
-        self.core = Core(page, pages * page)
-        self.log: list[Event | None] = []  # None is a step
+    def __init__(
+        self, pages: int = 16, page: int = PAGE, populated: int | None = None, limits: Limits | None = None
+    ) -> None:
+        self.core = Core(page, pages * page, limits)
+        self.now = 1
+        self.log: list[tuple[Event | None, int]] = []  # None is a step
         self.told: list[Effect] = []
         self.engines: dict[int, Engine] = {}  # by scheduler session
+        self.content: dict[int, Name] = {}  # of slots, by offset
+        self.disk = FakeDisk(self.content)
         self._next_session = 1
         self.handle(ev.Populated(pages if populated is None else populated))
 
@@ -61,11 +72,12 @@ class World:
         return self._next_session - 1
 
     def handle(self, event: Event) -> list[Effect]:
-        self.log.append(event)
-        return self._done(self.core.handle(event))
+        self.now += 1
+        self.log.append((event, self.now))
+        return self._done(self.core.handle(event, self.now))
 
     def step(self) -> list[Effect]:
-        self.log.append(None)
+        self.log.append((None, self.now))
         return self._done(self.core.step())
 
     def run(self, limit: int = 10_000) -> list[Effect]:
@@ -87,7 +99,50 @@ class World:
         for effect in effects:
             if isinstance(effect, ev.Grant):
                 self.engines[effect.session].slots.setdefault(effect.space, []).extend(slots_of(effect))
+            elif isinstance(effect, get_args(ev.ToLog)):
+                self.disk.take(effect)  # type: ignore[arg-type]
         return effects
+
+    # --- logs
+
+    def open_log(
+        self,
+        keys: Iterable[bytes] = (),
+        size: int = SLOT,
+        segments: int = 4,
+        segment_bytes: int = 1 << 20,
+        log: int = 0,
+        group: int = 0,
+    ) -> None:
+        """A log that has ``keys`` from before, one after the other in its first segment."""
+        records = [((NAMESPACE, group, key), size) for key in keys]
+        life = self.disk.adopt(log, 0, 1, records, segment_bytes) if records else None
+        self.handle(ev.LogOpened(log, segments, segment_bytes, 1))
+        if life is not None:
+            found = tuple((*name, (size,), at) for at, name in life.records.items())
+            self.handle(ev.Segments(log, ((0, 1),)))
+            self.handle(ev.Recovered(log, 0, found))
+        self.handle(ev.LogReady(log))
+
+    def flying(self, kind: type[Flying]) -> list[Flying]:
+        """I/Os of a kind that are not answered, in order."""
+        return [io for _, io in sorted(self.disk.flying.items()) if isinstance(io, kind)]
+
+    def complete(self, kind: type[Flying], failing: Iterable[int] = ()) -> list[Effect]:
+        """Answer the oldest I/O of a kind, and let all work end."""
+        return self.settle(self.disk.finish(self.flying(kind)[0].io, failing))
+
+    def finish(self) -> list[Effect]:
+        """Answer all I/O well, until there is none."""
+        effects: list[Effect] = []
+        while self.disk.flying:
+            effects += self.settle(self.disk.finish(min(self.disk.flying)))
+        return effects
+
+    def tick(self, after: int = 0) -> list[Effect]:
+        """So many nanoseconds later."""
+        self.now += after
+        return self.settle(ev.Tick())
 
     def engine(self, instance: str = "engine", world: int = 1, space: bool = True, **geometry: object) -> "Engine":
         """An engine of which every session is here and mapped, with space 0 open unless told otherwise."""
@@ -103,7 +158,7 @@ class World:
 
     def resident(self, keys: list[bytes], group: int = 0, namespace: bytes = NAMESPACE) -> list[bytes]:
         """Which of ``keys`` the core has, without asking it in a way that touches anything."""
-        index = self.core.catalogue._by_name.get((namespace, group))
+        index = self.core.catalogue.find(namespace, group)
         return [key for key in keys if index is not None and index.get(key) is not None]
 
 
@@ -116,6 +171,7 @@ class Engine:
     workers: list[int] = field(default_factory=list)
     slots: dict[int, list[Slot]] = field(default_factory=dict)  # granted and not yet used, by space
     shards: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    names: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # namespace and group, by space
     next_op: int = 1000
 
     def join(self) -> list[Effect]:
@@ -139,6 +195,7 @@ class Engine:
         shards: tuple[int, ...] = (),
     ) -> list[Effect]:
         self.shards[space] = shards or (size // self.world,) * self.world
+        self.names[space] = namespace, group
         opening = ev.Open(self.scheduler, space, namespace, group, 8, self.shards[space], slots)
         return self.world_.settle(opening)
 
@@ -150,10 +207,12 @@ class Engine:
     def commit_event(
         self, keys: list[bytes], slots: list[Slot], space: int = 0, parent: bytes = b"", shards: tuple[int, ...] = ()
     ) -> ev.Commit:
-        return ev.Commit(self.scheduler, space, parent, b"".join(keys), *pack(slots), shards or self.shards[space])
+        return ev.Commit(self.scheduler, space, parent, 0, b"".join(keys), *pack(slots), shards or self.shards[space])
 
     def commit(self, keys: list[bytes], space: int = 0, parent: bytes = b"") -> list[Effect]:
         """Store one batch of a chain."""
+        for key, slot in zip(keys, self.slots[space], strict=False):
+            self.world_.content[slot.offset] = (*self.names[space], key)
         return self.world_.settle(self.commit_event(keys, self.take(len(keys), space), space, parent))
 
     def store(self, keys: list[bytes], space: int = 0) -> None:
@@ -165,19 +224,28 @@ class Engine:
             self.commit(batch, space, parent)
             parent, done = batch[-1], done + len(batch)
 
-    def query_event(self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None) -> ev.Query:
+    def query_event(
+        self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None, revision: int = 1, **more: bool
+    ) -> ev.Query:
         if op is None:
             op, self.next_op = self.next_op, self.next_op + 1
-        return ev.Query(self.scheduler, op, space, skip, b"".join(keys))
+        return ev.Query(self.scheduler, op, revision, space, skip, b"".join(keys), **more)
 
-    def query(self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None) -> ev.Answer:
+    def query(
+        self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None, revision: int = 1, **more: bool
+    ) -> ev.Answer:
         """Ask, and let all work end."""
-        (answer,) = self.world_.settle(self.query_event(keys, space, skip, op))
+        (answer,) = self.world_.settle(self.query_event(keys, space, skip, op, revision, **more))
         assert isinstance(answer, ev.Answer)
         return answer
 
-    def release(self, *ops: int) -> list[Effect]:
-        return self.world_.settle(ev.Release(self.scheduler, ops))
+    def prepare(self, *parts: tuple[int, list[bytes]], op: int, revision: int = 1, ahead: bool = False) -> list[Effect]:
+        """Ask for exactly (space, keys)..., and let all work end."""
+        packed = tuple((space, b"".join(keys)) for space, keys in parts)
+        return self.world_.settle(ev.Prepare(self.scheduler, op, revision, packed, ahead))
+
+    def release(self, *ops: int, revision: int = 1) -> list[Effect]:
+        return self.world_.settle(ev.Release(self.scheduler, tuple((op, revision) for op in ops)))
 
     def back(self, slots: list[Slot]) -> list[Effect]:
         return self.world_.settle(ev.Return(self.scheduler, *pack(slots)))
@@ -193,7 +261,7 @@ def audit(core: Core) -> None:
     """Every column, list, index and account of ``core`` agrees with every other one."""
     cat, arena = core.catalogue, core.arena
     rows = range(len(cat.state))
-    sized = [row for row in rows if cat.state[row] not in (State.FREE, State.HEAD)]
+    sized = [row for row in rows if cat.state[row] not in (State.FREE, State.HEAD, State.COLD)]
 
     # Bytes: by state, and to the byte over the arena.
     by_state = Counter(dict.fromkeys(range(State.HEAD + 1), 0))
@@ -224,45 +292,75 @@ def audit(core: Core) -> None:
     assert arena.slack_bytes == sum(run.span * arena.page - run.count * run.size for run in runs)
 
     # Indexes and rows say the same of every object.
-    objects = {row for row in sized if cat.state[row] in (State.RESIDENT, State.LEASED)}
+    kept = (State.RESIDENT, State.LEASED, State.LOADING, State.COLD)
+    objects = {row for row in rows if cat.state[row] in kept}
     found: dict[int, bytes] = {}
     for index in cat.indexes.values():
-        assert index.users or len(index), "an idle index is kept"
+        assert index.users or len(index) or index.slots, "an idle index is kept"
         mine = [(row, key) for part in index.maps for key, row in part.items()]
         assert len(mine) == len(index)
+        assert index.slots == sum(cat.owner[row] == index.id for row in sized)
         for row, key in mine:
             assert index.get(key) == row
             assert (cat.key[row], cat.owner[row], cat.size[row]) == (key, index.id, index.size)
             assert row not in found
             found[row] = key
     assert found.keys() == objects
+    assert len(objects) == cat.objects
     assert all(not cat.key[row] for row in rows if row not in objects), "a key outlives its object"
+    assert cat.cold == sum(cat.state[row] == State.COLD for row in rows)
+    for namespace in cat.namespaces.values():
+        assert namespace.used == sum(index.slots * index.size for index in namespace.indexes.values())
+    assert {id(n) for n in cat.namespaces.values()} == {id(index.namespace) for index in cat.indexes.values()}
 
-    # Recency: each object is in the list of its size and nowhere else; stamps never grow towards the old end.
-    listed: list[int] = []
-    for size, head in cat._heads.items():
-        row, stamp = cat.older[head], cat._clock
-        while row != head:
+    # Recency: each object is in its index's list and nowhere else; stamps never grow towards the old end.
+    listed: set[int] = set()
+    lists = [(index.recency, index.id) for index in cat.indexes.values()] + [(cat._cold, None)]
+    for lst, owner in lists:
+        assert cat.state[lst.head] == State.HEAD
+        row, stamp = cat.older[lst.head], cat.recency._clock
+        while row != lst.head:
             assert cat.older[cat.newer[row]] == cat.newer[cat.older[row]] == row
-            assert cat.size[row] == size
+            assert cat.state[row] == State.COLD if owner is None else cat.owner[row] == owner
             assert cat.stamp[row] <= stamp
-            listed.append(row)
-            assert len(listed) <= len(rows)
+            assert row not in listed
+            listed.add(row)
             row, stamp = cat.older[row], cat.stamp[row]
-    assert len(listed) == len(objects)
-    assert set(listed) == objects
+        heap = cat.recency._heaps.get(lst.size, [])
+        entries = [entry for entry in heap if entry[2] is lst]
+        if owner is not None:
+            assert len(entries) == lst.queued
+            assert lst.queued or cat.newer[lst.head] == lst.head, "a list with objects is never looked at"
+            assert not entries or row == cat.newer[lst.head] or entries[0][0] <= cat.stamp[cat.newer[lst.head]]
+    assert listed == {row for row in objects if cat.state[row] != State.LOADING}
+    assert sum(map(len, cat.recency._heaps.values())) <= len(cat.indexes)
+    assert sum(cat.state[row] == State.HEAD for row in rows) == len(lists)
 
     # Spare rows are the free ones.
-    assert sorted(cat._spare) == [row for row in rows if cat.state[row] == State.FREE]
+    assert sorted(cat.spare) == [row for row in rows if cat.state[row] == State.FREE]
 
-    # Leases and credits: what rows say is what their owners hold, and more only while a release is under way.
-    leased = Counter(
-        row for held in core.attachments.values() for lease in held.leases.values() for row in lease.rows[lease.skip :]
-    )
+    # Leases: what rows say is what operations and I/O hold, and more only while a release is under way.
+    operations = [op for held in core.attachments.values() for op in held.operations.values()]
+    leased = Counter(row for op in operations for part in op.parts for row in part.leased)
+    for io in core.storage._ios.values():
+        leased.update(io.rows)
+    leased.update(list(core.storage._queued))  # a dictionary would be added up
     for row in rows:
         assert cat.leases[row] >= leased[row]
         assert cat.leases[row] == leased[row] or core.has_work
-        assert (cat.leases[row] > 0) == (cat.state[row] in (State.LEASED, State.DOOMED))
+        assert (cat.leases[row] > 0) == (cat.state[row] in (State.LEASED, State.DOOMED, State.LOADING))
+    for held in core.attachments.values():
+        assert held.prepared == sum(op.charged for op in held.operations.values())
+        assert held.ahead == sum(op.charged for op in held.operations.values() if op.ahead)
+        assert held.answering == sum(op.phase < Phase.ANSWERED for op in held.operations.values())
+        for op in held.operations.values():
+            assert 0 <= op.charged <= sum(len(part.leased) * part.index.size for part in op.parts)
+            assert op.phase is not Phase.WAITING or op.missing > 0 or held.broken  # it is told nothing any more
+    if not core.has_work:
+        assert core.queries.ahead == sum(held.ahead for held in core.attachments.values())
+        assert core.queries.answering == sum(held.answering for held in core.attachments.values())
+
+    # Credits
     granted = Counter(
         row for held in core.attachments.values() for space in held.spaces.values() for row in space.credits
     )
@@ -273,3 +371,39 @@ def audit(core: Core) -> None:
     users = Counter(space.index.id for held in core.attachments.values() for space in held.spaces.values())
     for index in cat.indexes.values():
         assert index.users == users[index.id]
+
+    # Logs: places are distinct and in segments that are there, and what is live, read and under way adds up.
+    storage = core.storage
+    placed = [row for row in rows if cat.place[row]]
+    assert set(placed) <= objects
+    assert len({cat.place[row] for row in placed}) == len(placed)
+    assert all(cat.place[row] for row in rows if cat.state[row] in (State.COLD, State.LOADING))
+    live: Counter[tuple[int, int]] = Counter()
+    for row in placed:
+        log, segment, at = cat.segment_of(row)
+        assert at >= HEADER
+        assert at + HEADER + cat.size[row] <= segment.end
+        assert row in segment.rows
+        live[log.number, segment.number] += HEADER + cat.size[row]
+    reading: Counter[tuple[int, int]] = Counter()
+    for row in storage._queued:
+        if cat.state[row] == State.LOADING:
+            log, segment, _ = cat.segment_of(row)
+            reading[log.number, segment.number] += 1
+    for io in storage._ios.values():
+        if io.kind in ("read", "seal"):
+            assert io.segment is not None
+            reading[io.device.log.number, io.segment.number] += len(io.rows) or 1
+    assert storage.read_bytes == sum(io.bytes for io in storage._ios.values() if io.kind == "read")
+    assert storage.write_bytes == sum(io.bytes for io in storage._ios.values() if io.kind == "write")
+    for device in storage.devices.values():
+        log = device.log
+        for segment in log.segments.values():
+            assert segment.live == live[log.number, segment.number]
+            assert segment.readers == reading[log.number, segment.number]
+        numbers = [*log.free, *log.fresh, *log.segments]
+        assert len(numbers) == len(set(numbers))
+        ordered = [segment.seq for segment in log.sealed]
+        assert ordered == sorted(ordered)
+        writes = [io for io in storage._ios.values() if io.kind == "write" and io.device is device]
+        assert len(writes) == device.writing

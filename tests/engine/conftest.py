@@ -22,6 +22,13 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For a manager's socket."""
+    with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
 def manager() -> Iterator[Manager]:
     """A standalone manager of this test alone, with 256 MiB of DRAM."""
     with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:

@@ -117,7 +117,7 @@ def test_embedded_manager_is_replaced_when_it_is_killed(llama_dir: Path, runtime
         [pid] = managers(runtime)
         os.kill(pid, signal.SIGKILL)
         until(lambda: (found := managers(runtime)) and found != [pid], "another manager is started")
-        until(lambda: attached(llm), "the engine is attached to it")
+        warm_up(llm)
         for _ in range(2):
             outputs = generate(llm, PROMPTS)
             assert outputs == expected

@@ -157,10 +157,13 @@ def test_documented_settings_are_the_real_ones() -> None:
 
 
 def test_documented_metrics_are_the_real_ones() -> None:
-    from kvhold.manager.http import COUNTERS
+    from kvhold.manager.metrics import COUNTERS, LOG_COUNTERS, LOG_GAUGES, LOG_KINDS
 
     text = (ROOT / "docs" / "operations.md").read_text()
     engine_part, manager_part = text.split("The engine exports")[1].split("The manager exports")
     assert dict(re.findall(r"^\| `kvhold:(\w+)_total` \| (.*) \|$", engine_part, re.MULTILINE)) == METRICS
     documented = dict(re.findall(r"^\| `kvhold_(\w+)_total` \| (.*) \|$", manager_part, re.MULTILINE))
     assert documented == COUNTERS | {"evicted": "Objects evicted to make room."}
+    labelled = dict(re.findall(r"^\| `kvhold_ssd_(\w+)\{.*\}` \| (.*) \|$", manager_part, re.MULTILINE))
+    totals = {f"{name}_total": text for name, text in (LOG_COUNTERS | LOG_KINDS).items()}
+    assert labelled == LOG_GAUGES | totals

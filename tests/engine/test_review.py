@@ -29,7 +29,7 @@ def test_sources_are_held_until_the_last_rank_has_copied() -> None:
     pool: Any = SimpleNamespace(blocks=list(range(100)), free_blocks=lambda blocks: freed.extend(blocks))
     publishing = Publishing(control, KvHoldStats(), 32, False, lambda _: 0)
     publishing.bind(pool)
-    publishing._batches = {n: Batch(1, 1, b"", [b"k"], SimpleNamespace(), [7]) for n in (1, 2)}  # type: ignore[arg-type]
+    publishing._batches = {n: Batch(1, 1, b"", [b"k"], SimpleNamespace(), [7], 0, 0.0) for n in (1, 2)}  # type: ignore[arg-type]
     publishing.ended(CopyReport({1: {0: 4096}, 2: {1: 4096}}), (4096, 4096))
     assert (freed, told) == ([], [])
     publishing.ended(CopyReport({1: {1: 4096}}), (4096, 4096))

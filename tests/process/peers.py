@@ -149,22 +149,22 @@ class Peer:
         """Publish a chain of ``keys`` into the first granted slots."""
         rows, epochs = array("I", self.rows[: len(keys)]), array("Q", self.epochs[: len(keys)])
         del self.rows[: len(keys)], self.offsets[: len(keys)], self.epochs[: len(keys)]
-        self.send(wire.Commit(space, b"", keys_of(keys), rows.tobytes(), epochs.tobytes(), self.shards[space]))
+        self.send(wire.Commit(space, b"", 0, keys_of(keys), rows.tobytes(), epochs.tobytes(), self.shards[space]))
 
     def ask(self, keys: list[int], skip: int = 0, space: int = 1) -> list[int]:
         """[operation, resident keys, arena offsets of those that are leased now...]"""
         op = next(self._ops)
-        self.send(wire.Query(op, space, skip, keys_of(keys)))
+        self.send(wire.Query(op, 1, space, skip, keys_of(keys)))
         answer = self.expect(wire.Answer)
         assert answer.op == op
         return [op, answer.resident, *array("Q", answer.offsets)]
 
     def release(self, op: int) -> None:
-        self.send(wire.Release((op,)))
+        self.send(wire.Release(((op, 1),)))
 
     def sync(self) -> None:
         """Return when the manager has handled all that this scheduler session sent."""
-        self.send(wire.Query(0, 1 << 40, 0, b""))
+        self.send(wire.Query(0, 1, 1 << 40, 0, b""))
         self.expect(wire.Answer)
 
     def retire(self, token: int) -> None:

@@ -112,7 +112,7 @@ def main() -> None:
             if method == "peer":
                 made[name] = Peer(*arguments)
             elif method == "embedded":
-                made[name] = Embedded(Path(arguments[0]), arguments[1], False)
+                made[name] = Embedded(Path(arguments[0]), arguments[1], False, None)
             elif method == "fork":
                 result = os.fork()
                 while not result:

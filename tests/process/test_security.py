@@ -149,13 +149,17 @@ KEY = keys_of([1])
 SCHEDULERS = [
     wire.Open(9, NAMESPACE, 0, KEY_BYTES, (SHARD,), 1),
     wire.Close(1),
-    wire.Query(1, 1, 0, KEY),
-    wire.Release((1,)),
-    wire.Commit(1, b"", KEY, ONE, EPOCH, (SHARD,)),
+    wire.Query(1, 1, 1, 0, KEY),
+    wire.Lookup(1, ()),
+    wire.Prepare(1, 1, ()),
+    wire.Started((1,)),
+    wire.Spoiled(1),
+    wire.Release(((1, 1),)),
+    wire.Commit(1, b"", 0, KEY, ONE, EPOCH, (SHARD,)),
     wire.Return(ONE, EPOCH),
 ]
 HALVES = [wire.Retire(1), wire.Bye()]
-ADMINS = [wire.Status(), wire.Purge()]
+ADMINS = [wire.Status(), wire.Purge(), wire.Explain(), wire.Configure({}, {})]
 HELLOS = [wire.Hello("admin"), wire.Hello("scheduler", "x"), wire.Hello("worker", "x")]
 
 
@@ -197,18 +201,26 @@ def opened(**changes: object) -> wire.Open:
         (opened(namespace=b"e" * 32, shards=(2 * SHARD,)), "known with another geometry"),
         (opened(namespace=b"e" * 32, key_bytes=16), "known with another geometry"),
         (wire.Open(1, NAMESPACE, 0, KEY_BYTES, (SHARD,), 1), "space 1 opened twice"),
-        (wire.Query(1, 1, -1, KEY), "query of 8 bytes from -1"),
-        (wire.Query(1, 1, 0, KEY + b"\0"), "keys are torn"),
-        (wire.Release((1,) * 70_000), "release of 70000 operations"),
-        (wire.Commit(1, b"", KEY, b"", b"", (SHARD,)), "commit whose keys do not fit its rows"),
-        (wire.Commit(1, b"", KEY + b"\0", ONE * 2, EPOCH * 2, (SHARD,)), "commit whose keys do not fit its rows"),
-        (wire.Commit(1, b"", KEY * 2, ONE, EPOCH, (SHARD,)), "commit to space 1 without all of its shards"),
-        (wire.Commit(1, b"", KEY, ONE[:3], EPOCH, (SHARD,)), "batch of 3 bytes of rows and 8 of epochs"),
-        (wire.Commit(1, b"", KEY, ONE, EPOCH * 2, (SHARD,)), "batch of 4 bytes of rows and 16 of epochs"),
-        (wire.Commit(1, b"", KEY * 513, ONE * 513, EPOCH * 513, (SHARD,)), "batch of 2052 bytes of rows"),
-        (wire.Commit(1, b"", KEY, ONE, EPOCH, (SHARD, SHARD)), "commit to space 1 without all of its shards"),
-        (wire.Commit(1, b"", KEY, ONE, EPOCH, ()), "commit to space 1 without all of its shards"),
-        (wire.Commit(7, b"", KEY, ONE, EPOCH, (SHARD,)), "commit to space 7"),
+        (wire.Query(1, 1, 1, -1, KEY), "query of 8 bytes from -1"),
+        (wire.Query(-1, 1, 1, 0, KEY), "numbers out of range"),
+        (wire.Query(1, 1 << 62, 1, 0, KEY), "numbers out of range"),
+        (wire.Query(1, 1, 1, 1 << 20, KEY), "query of 8 bytes from 1048576"),
+        (wire.Lookup(1, ((1, KEY), (1, KEY[:-1]))), "keys are torn"),
+        (wire.Lookup(1, ((1, KEY),) * 65), "a question of 65 parts"),
+        (wire.Prepare(1, 1, ((1, KEY), (1, KEY + b"\0"))), "keys are torn"),
+        (wire.Prepare(1, -1, ()), "numbers out of range"),
+        (wire.Started((1,) * 70_000), "70000 operations in one message"),
+        (wire.Query(1, 1, 1, 0, KEY + b"\0"), "keys are torn"),
+        (wire.Release(((1, 1),) * 70_000), "70000 operations in one message"),
+        (wire.Commit(1, b"", 0, KEY, b"", b"", (SHARD,)), "commit whose keys do not fit its rows"),
+        (wire.Commit(1, b"", 0, KEY + b"\0", ONE * 2, EPOCH * 2, (SHARD,)), "commit whose keys do not fit its rows"),
+        (wire.Commit(1, b"", 0, KEY * 2, ONE, EPOCH, (SHARD,)), "commit to space 1 without all of its shards"),
+        (wire.Commit(1, b"", 0, KEY, ONE[:3], EPOCH, (SHARD,)), "batch of 3 bytes of rows and 8 of epochs"),
+        (wire.Commit(1, b"", 0, KEY, ONE, EPOCH * 2, (SHARD,)), "batch of 4 bytes of rows and 16 of epochs"),
+        (wire.Commit(1, b"", 0, KEY * 513, ONE * 513, EPOCH * 513, (SHARD,)), "batch of 2052 bytes of rows"),
+        (wire.Commit(1, b"", 0, KEY, ONE, EPOCH, (SHARD, SHARD)), "commit to space 1 without all of its shards"),
+        (wire.Commit(1, b"", 0, KEY, ONE, EPOCH, ()), "commit to space 1 without all of its shards"),
+        (wire.Commit(7, b"", 0, KEY, ONE, EPOCH, (SHARD,)), "commit to space 7"),
         (wire.Return(ONE, EPOCH[:7]), "batch of 4 bytes of rows and 7 of epochs"),
         (wire.Return(ONE * 513, EPOCH * 513), "batch of 2052 bytes of rows"),
     ],
@@ -220,16 +232,26 @@ def test_absurd_values(site: Site, message: wire.ClientMessage, reason: str) -> 
     site.refuses(engine.scheduler, reason)
 
 
-def test_an_operation_that_is_in_use(site: Site) -> None:
+def test_a_question_about_what_is_being_restored(site: Site) -> None:
     engine = site.engine()
     engine.store([1])
-    engine.scheduler.send(wire.Query(5, 1, 0, KEY), wire.Query(5, 1, 0, KEY))
-    site.refuses(engine.scheduler, "operation 5 is in use")
+    engine.scheduler.send(wire.Query(5, 1, 1, 0, KEY), wire.Started((5,)), wire.Query(5, 2, 1, 0, KEY))
+    site.refuses(engine.scheduler, "operation 5 is being restored")
+
+
+def test_a_question_said_twice_is_answered_once(site: Site) -> None:
+    engine = site.engine()
+    engine.store([1])
+    engine.scheduler.send(wire.Query(5, 2, 1, 0, KEY), wire.Query(5, 2, 1, 0, KEY), wire.Query(5, 1, 1, 0, KEY))
+    assert engine.scheduler.expect(wire.Answer).revision == 2
+    engine.scheduler.send(wire.Query(6, 1, 1, 0, KEY))
+    assert engine.scheduler.expect(wire.Answer).op == 6
+    engine.bye()
 
 
 def test_a_torn_message_in_a_session(site: Site) -> None:
     engine = site.engine()
-    engine.scheduler.raw(framed(wire.frame(wire.Query(1, 1, 0, KEY))[4:-2]))
+    engine.scheduler.raw(framed(wire.frame(wire.Query(1, 1, 1, 0, KEY))[4:-2]))
     site.refuses(engine.scheduler, "malformed message")
 
 
@@ -241,7 +263,7 @@ def test_an_oversized_frame_in_a_session(site: Site) -> None:
 
 def test_half_a_frame_waits_for_the_other_half(site: Site) -> None:
     engine = site.engine()
-    query = wire.frame(wire.Query(3, 1, 0, KEY))
+    query = wire.frame(wire.Query(3, 1, 1, 0, KEY))
     engine.scheduler.raw(query[:9])
     site.is_well()
     site.is_well()
@@ -258,12 +280,14 @@ def test_values_that_mean_nothing_are_harmless(site: Site) -> None:
     assert engine.scheduler.expect(wire.Opened).note
     engine.scheduler.send(
         wire.Close(most),
-        wire.Release((least, most, 77)),
+        wire.Release(((least, most), (most, least), (77, 1))),
         wire.Retire(most),
-        wire.Query(most, 1, most, KEY),
+        wire.Started((least, most)),
+        wire.Spoiled(most),
+        wire.Lookup(7, ((most, KEY), (most - 1, b"torn"))),
+        wire.Query(9, 1, most, 0, b"torn"),
     )
-    assert engine.scheduler.expect(wire.Answer).op == most
-    engine.scheduler.send(wire.Query(least, most, 0, b"torn"))
+    assert engine.scheduler.expect(wire.Residency).tiers == (b"", b"")
     assert engine.scheduler.expect(wire.Answer).reason == "detached"
     engine.scheduler.sync()
     site.is_well()
@@ -288,9 +312,9 @@ def test_rows_that_are_not_the_senders_are_counted_and_ignored(site: Site) -> No
     ]
     before = status(site.path)["counters"]
     for rows, epochs in wrong:
-        peer.send(wire.Commit(1, b"", KEY, rows, epochs, (SHARD,)), wire.Return(rows, epochs))
+        peer.send(wire.Commit(1, b"", 0, KEY, rows, epochs, (SHARD,)), wire.Return(rows, epochs))
     peer.send(wire.Return(*names([row, row], [epoch, epoch])))
-    peer.send(wire.Commit(1, b"", KEY, *names([row], [epoch]), (SHARD,)))
+    peer.send(wire.Commit(1, b"", 0, KEY, *names([row], [epoch]), (SHARD,)))
     peer.sync()
     after = status(site.path)["counters"]
     assert after["stale"] - before.get("stale", 0) == 2 * len(wrong) + 2
@@ -372,7 +396,7 @@ def test_a_flood_of_questions_disturbs_nobody(site: Site) -> None:
     engine = site.engine(slots=256)
     chain = list(range(100, 2100))
     engine.store(chain)
-    questions = b"".join(wire.frame(wire.Query(op, 1, len(chain), keys_of(chain))) for op in range(1, 101))
+    questions = b"".join(wire.frame(wire.Query(op, 1, 1, len(chain), keys_of(chain))) for op in range(1, 101))
     engine.scheduler.socket.setblocking(False)
     sent = 0
     while sent < len(questions):

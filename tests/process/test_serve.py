@@ -84,7 +84,7 @@ def test_status_without_a_manager_says_so(folder: Path) -> None:
 
 def test_status_of_a_stopped_manager_ends(manager: Manager) -> None:
     manager.stop()
-    impatient = "import sys; from kvhold.cli import main; sys.modules['kvhold.cli.status']._SECONDS = 0.3; main()"
+    impatient = "import sys; from kvhold.cli import main; sys.modules['kvhold.cli.ask']._SECONDS = 0.3; main()"
     done = run("-c", impatient, "status", "--socket", str(manager.socket))
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

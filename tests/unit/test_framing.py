@@ -61,7 +61,7 @@ def test_bodies_outlive_the_stream() -> None:
 
 
 def test_the_largest_query_fits() -> None:
-    query = wire.Query(1, 1, 0, b"k" * 32 * 65_536)
+    query = wire.Query(1, 1, 1, 0, b"k" * 32 * 65_536)
     (body,) = wire.FrameReader().feed(wire.frame(query))
     assert wire.FROM_CLIENT.decode(body) == query
 
@@ -81,13 +81,19 @@ MESSAGES = [
     wire.Retire(1 << 62),
     wire.Open(1, b"n" * 32, 0, 32, (4096, 8192), 64),
     wire.Close(1),
-    wire.Query(1, 2, 3, b"k" * 64),
-    wire.Release((1, 2, 3)),
-    wire.Commit(1, b"", b"k" * 8, b"rows", b"epochs..", (4096,)),
+    wire.Query(1, 1, 2, 3, b"k" * 64),
+    wire.Lookup(1, ((1, b"k" * 64), (2, b""))),
+    wire.Prepare(1, 2, ((1, b"k" * 64),), True),
+    wire.Started((1, 2)),
+    wire.Spoiled(3),
+    wire.Release(((1, 1), (2, 1), (3, 2))),
+    wire.Commit(1, b"", 0, b"k" * 8, b"rows", b"epochs..", (4096,)),
     wire.Return(b"rows", b"epochs.."),
     wire.Bye(),
     wire.Status(),
     wire.Purge(b"n" * 32),
+    wire.Explain(b"k" * 32, 0),
+    wire.Configure({"max_objects": 5.0}, {b"n" * 32: (1, 2)}),
 ]
 ANSWERS = [
     wire.Welcome(1, 2, 1 << 40),
@@ -95,7 +101,13 @@ ANSWERS = [
     wire.Ready(),
     wire.Settled(3),
     wire.Opened(1, 2, ""),
-    wire.Answer(1, 2, b"", "not_stored"),
+    wire.Answer(1, 2, 3, b"", "not_stored"),
+    wire.Waiting(1, 2, 3),
+    wire.Residency(1, (b"\0\1\2",)),
+    wire.Expired(1, 2),
+    wire.Recall(1, 2),
+    wire.Explained(("one", "two")),
+    wire.Configured(b"{}"),
     wire.Grant(1, b"rows", b"offsets.", b"epochs.."),
     wire.StatusReply(b"{}"),
     wire.Purged(),

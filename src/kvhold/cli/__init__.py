@@ -4,7 +4,10 @@ import typer
 
 from kvhold import __version__
 from kvhold.cli.demo import demo
+from kvhold.cli.explain import explain
+from kvhold.cli.limit import limit
 from kvhold.cli.serve import serve
+from kvhold.cli.ssd import inspect, verify
 from kvhold.cli.status import purge, status
 
 app = typer.Typer(
@@ -13,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Keeps the KV cache of LLM engines outside the engine: shared, restored instead of recomputed.",
 )
-for _command in (serve, status, purge, demo):
+for _command in (serve, status, explain, limit, purge, verify, inspect, demo):
     app.command()(_command)
 
 

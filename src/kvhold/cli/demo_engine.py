@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from kvhold import protocol as wire
-from kvhold.cli.status import ask
+from kvhold.cli.ask import ask
 from kvhold.host import peer
 
 BLOCK = 32

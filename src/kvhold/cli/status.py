@@ -1,46 +1,16 @@
-"""``kvhold status`` and ``kvhold purge``: ask a running manager."""
+"""``kvhold status`` and ``kvhold purge``."""
 
 import json
-import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvhold import protocol as wire
-from kvhold.client.channel import AttachError, Channel
-from kvhold.client.paths import default_socket, runtime_dir
+from kvhold.cli.ask import Socket, ask
 from kvhold.units import format_size
 
-_SECONDS = 5.0
-
-Socket = Annotated[Path | None, typer.Option(help="Socket of the manager; by default the one that is found.")]
-
-
-def ask(socket: Path | None, message: wire.ClientMessage) -> wire.ManagerMessage:
-    """The answer of the manager on ``socket``, or of the only one found. Exits with a message when there is none."""
-    paths = [socket] if socket else [default_socket(), *sorted(runtime_dir().glob("e-*.sock"))]
-    failure = "no manager is running; start one with `kvhold serve --dram 4GiB`"
-    for path in paths:
-        try:
-            channel = Channel(path, wire.Hello("admin"), _SECONDS)
-        except AttachError as error:
-            failure = str(error) if socket or path.is_socket() else failure
-            continue
-        channel.send(message)
-        answers: list[wire.ManagerMessage] = []
-        end = time.monotonic() + _SECONDS
-        while not answers and not channel.lost and (left := end - time.monotonic()) > 0:
-            answers = channel.receive(left)
-        match answers:
-            case [wire.StatusReply() | wire.Purged() as answer]:
-                return answer
-            case [wire.Refused(reason)]:
-                failure = f"the manager on {path} refused: {reason}"
-            case _:
-                failure = f"the manager on {path} did not answer"
-    typer.echo(failure, err=True)
-    raise typer.Exit(1)
+_PURGE_SECONDS = 60.0
+"""It is over once every disk remembers it, and every object was looked at."""
 
 
 def status(
@@ -80,5 +50,5 @@ def purge(
         name = bytes.fromhex(namespace)
     except ValueError:
         raise typer.BadParameter(f"{namespace!r} is not hexadecimal") from None
-    ask(socket, wire.Purge(name))
+    ask(socket, wire.Purge(name), _PURGE_SECONDS)
     typer.echo("purged")

@@ -75,6 +75,11 @@ class Channel:
         self._outbox += wire.frame(message)
         self.flush()
 
+    @property
+    def drained(self) -> bool:
+        """Whether all that was said is with the kernel, for a manager to read."""
+        return not self._outbox and not self.lost
+
     def flush(self) -> None:
         try:
             while self._outbox and not self.lost:

@@ -38,6 +38,26 @@ def padded(shard: int) -> int:
     return -(-shard // wire.SHARD_ALIGN) * wire.SHARD_ALIGN
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A question: which request's (``op``), with which inputs (``revision``), asked in which session and when."""
+
+    op: int
+    revision: int
+    attachment: int
+    since: float
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is known of an operation that holds something or may: its latest revision."""
+
+    ticket: Ticket
+    answer: wire.Answer | None = None
+    waiting: bool = False  # for a disk, says the manager
+    expired: bool = False
+
+
 @dataclass(slots=True)
 class Slots:
     """Granted arena slots: parallel rows, offsets and epochs."""
@@ -67,7 +87,7 @@ class Control:
     what was granted, leased or asked under another number is void.
     """
 
-    def __init__(self, keeper: Keeper, step_seconds: float, answer_seconds: float) -> None:
+    def __init__(self, keeper: Keeper, step_seconds: float, answer_seconds: float, read_seconds: float) -> None:
         self.attachment = 0
         self.incarnation = 0
         self.waited = 0.0  # seconds, in all
@@ -78,10 +98,11 @@ class Control:
         self._step_seconds = step_seconds
         self._left = step_seconds
         self._answer_seconds = answer_seconds
+        self._read_seconds = read_seconds
         self._attachments = 0
         self._next_op = 1
-        self._asked: dict[int, float] = {}
-        self._answers: dict[int, wire.Answer] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._granted: dict[int, int] = {}  # by space, slots that are neither committed nor returned
         self._silent = False
 
     # --- the session --------------------------------------------------------------------------------------------
@@ -111,14 +132,24 @@ class Control:
         self.attachment = 0
         self.credit.clear()
         self._asked.clear()
-        self._answers.clear()
+        self._granted.clear()
         self._silent = False
 
     def _handle(self, channel: Channel, message: wire.ManagerMessage) -> None:
         match message:
-            case wire.Answer():
-                if message.op in self._asked:
-                    self._answers[message.op] = message
+            case wire.Answer(op, revision):
+                if asked := self._latest(op, revision):
+                    asked.answer = message
+            case wire.Waiting(op, revision):
+                if asked := self._latest(op, revision):
+                    asked.waiting = True
+            case wire.Expired(op, revision):
+                if asked := self._latest(op, revision):
+                    asked.expired = True
+            case wire.Recall(space, keep):
+                slots = self.credit.get(space)
+                if slots is not None and (surplus := min(len(slots), self._granted[space] - keep)) > 0:
+                    self.give_back(space, slots.take(surplus))
             case wire.Grant(space, rows, offsets, epochs):
                 slots = self.credit.get(space)
                 if slots is None:  # the space was closed meanwhile
@@ -127,6 +158,7 @@ class Control:
                     slots.rows.frombytes(rows)
                     slots.offsets.frombytes(offsets)
                     slots.epochs.frombytes(epochs)
+                    self._granted[space] += len(rows) // 4
             case wire.Ready():
                 self._attachments += 1
                 self.attachment = self._attachments
@@ -145,6 +177,7 @@ class Control:
     def open(self, space: int, geometry: Geometry, slots: int) -> None:
         """Speak of ``geometry`` as ``space`` from now on; up to ``slots`` credits will be granted."""
         self.credit[space] = Slots()
+        self._granted[space] = 0
         self._send(wire.Open(space, geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards, slots))
 
     def close(self, space: int) -> None:
@@ -152,34 +185,45 @@ class Control:
         slots = self.credit.pop(space, None)
         if slots is not None:
             self._send(wire.Close(space))
-            self.give_back(slots)
+            self.give_back(space, slots)
 
     @property
     def silent(self) -> bool:
         """Whether the manager owes an answer past its deadline and has said nothing since."""
         return self._silent
 
-    def ask(self, space: int, skip: int, keys: bytes) -> int:
-        """Ask for a chain; the operation to wait for and to release."""
-        op = self._next_op
-        self._next_op += 1
-        self._asked[op] = time.monotonic()
-        self._send(wire.Query(op, space, skip, keys))
-        return op
+    def ask(self, space: int, skip: int, keys: bytes, former: Ticket | None = None) -> Ticket:
+        """Ask for a chain. What the same request asked before is void from now on, and what it leased is given up."""
+        now = time.monotonic()
+        if former is not None and former.op in self._asked:
+            ticket = Ticket(former.op, former.revision + 1, self.attachment, now)
+        else:
+            ticket = Ticket(self._next_op, 1, self.attachment, now)
+            self._next_op += 1
+        self._asked[ticket.op] = _Asked(ticket)
+        self._send(wire.Query(ticket.op, ticket.revision, space, skip, keys))
+        return ticket
 
-    def answer(self, op: int, patient: bool = True) -> wire.Answer | None:
-        """The answer to ``op``, waited for within what is left of the step's budget; None if it is not here yet."""
-        if op not in self._answers:
+    def _latest(self, op: int, revision: int) -> _Asked | None:
+        """The operation, if that is what it was asked last."""
+        asked = self._asked.get(op)
+        return asked if asked is not None and asked.ticket.revision == revision else None
+
+    def answer(self, ticket: Ticket, patient: bool = True) -> wire.Answer | None:
+        """The answer to a question, waited for within what is left of the step's budget; None if it is not here yet."""
+        asked = self._latest(ticket.op, ticket.revision)
+        if asked is not None and asked.answer is None:
             self.pump()
-        if patient and not self._silent:
-            self._wait_for(op)
-        found = self._answers.pop(op, None)
-        if found is not None:
-            del self._asked[op]
-        return found
+            if patient and not self._silent:
+                self._wait_for(asked)
+        if asked is None or asked.answer is None or self._asked.get(ticket.op) is not asked:
+            return None
+        if not asked.answer.offsets:
+            del self._asked[ticket.op]  # it holds nothing: there is nothing to give up
+        return asked.answer
 
-    def _wait_for(self, op: int) -> None:
-        while op not in self._answers and op in self._asked and self._left > 0:
+    def _wait_for(self, asked: _Asked) -> None:
+        while asked.answer is None and not asked.waiting and self._asked and self._left > 0:
             begun = time.monotonic()
             self.pump(self._left)
             spent = time.monotonic() - begun
@@ -187,36 +231,60 @@ class Control:
             self.waited += spent
             self.exhausted += self._left <= 0
 
-    def overdue(self, op: int) -> bool:
-        """Whether ``op`` will not be waited for any longer: it is too old, or the session it was asked in is over."""
-        asked = self._asked.get(op)
+    def overdue(self, ticket: Ticket) -> bool:
+        """Whether an answer will not be waited for any longer: it is too old, or its session is over."""
+        asked = self._latest(ticket.op, ticket.revision)
         if asked is None:
             return True
-        if time.monotonic() - asked < self._answer_seconds and not self._silent:
+        age = time.monotonic() - ticket.since
+        if asked.waiting and not self._silent:
+            return age >= self._read_seconds
+        if age < self._answer_seconds and not self._silent:
             return False
         self._silent = True
         return True
 
-    def release(self, ops: Iterable[int]) -> None:
+    def start(self, ticket: Ticket) -> bool:
+        """Declare that what ``ticket`` leased is about to be restored; False if it may not be any more."""
+        asked = self._latest(ticket.op, ticket.revision)
+        if asked is None or asked.answer is None or asked.expired or self._channel is None:
+            return False
+        self._send(wire.Started((ticket.op,)))
+        return self._channel.drained and time.monotonic() - ticket.since < wire.RESTORE_WITHIN
+
+    def spoiled(self, ticket: Ticket) -> None:
+        """A restore of what ``ticket`` leased has failed: nobody else shall find it."""
+        if self._latest(ticket.op, ticket.revision) is not None:
+            self._send(wire.Spoiled(ticket.op))
+
+    def release(self, tickets: Iterable[Ticket]) -> None:
         """Give up questions and leases. A later answer to one of them is dropped."""
-        ops = tuple(ops)
-        for op in ops:
-            self._asked.pop(op, None)
-            self._answers.pop(op, None)
+        ops = tuple((t.op, t.revision) for t in tickets if self._latest(t.op, t.revision) is not None)
+        for op, _ in ops:
+            del self._asked[op]
         if ops:
             self._send(wire.Release(ops))
 
     # --- publishing ---------------------------------------------------------------------------------------------
 
-    def commit(self, space: int, parent: bytes, keys: Sequence[bytes], slots: Slots, shards: tuple[int, ...]) -> None:
-        """The slots hold ``keys``, which follow ``parent`` and each other in a chain."""
+    def commit(
+        self, space: int, parent: bytes, depth: int, keys: Sequence[bytes], slots: Slots, shards: tuple[int, ...]
+    ) -> None:
+        """The slots hold ``keys``, which follow ``parent`` and each other in a chain, the first at ``depth`` in it."""
+        self._spend(space, len(keys))
         for start in range(0, len(keys), MAX_BATCH):
-            part, some = slots.part(start, start + MAX_BATCH), keys[start : start + MAX_BATCH]
+            part, some = slots.part(start, start + MAX_BATCH), b"".join(keys[start : start + MAX_BATCH])
             before = keys[start - 1] if start else parent
-            self._send(wire.Commit(space, before, b"".join(some), part.rows.tobytes(), part.epochs.tobytes(), shards))
+            rows, epochs = part.rows.tobytes(), part.epochs.tobytes()
+            self._send(wire.Commit(space, before, depth + start, some, rows, epochs, shards))
 
-    def give_back(self, slots: Slots) -> None:
+    def _spend(self, space: int, count: int) -> None:
+        if space in self._granted:
+            self._granted[space] -= count
+
+    def give_back(self, space: int, slots: Slots) -> None:
         """Return slots that nobody writes to."""
+        self._spend(space, len(slots))
         for start in range(0, len(slots), MAX_BATCH):
             part = slots.part(start, start + MAX_BATCH)
             self._send(wire.Return(part.rows.tobytes(), part.epochs.tobytes()))

@@ -16,10 +16,11 @@ _START_SECONDS = 20.0
 class Embedded:
     """The child, if this process is the one that started it. A socket pair tells it when this process ends."""
 
-    def __init__(self, path: Path, dram: int, huge_pages: bool) -> None:
+    def __init__(self, path: Path, dram: int, huge_pages: bool, ssd: str | None) -> None:
         self.path = path
         self._dram = dram
         self._huge_pages = huge_pages
+        self._ssd = ssd
         self._child: subprocess.Popen[bytes] | None = None
         self._lifeline: socket.socket | None = None
         self._was_up = False
@@ -72,7 +73,7 @@ class Embedded:
             self._lifeline.close()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "kvhold.manager", str(self.path), str(self._dram)]
-        command += [str(theirs.fileno()), str(int(self._huge_pages))]
+        command += [str(theirs.fileno()), str(int(self._huge_pages)), *([self._ssd] if self._ssd else [])]
         with theirs:
             self._was_up = False
             self._child = subprocess.Popen(

@@ -99,6 +99,11 @@ class Arena:
         elif free == 1 and not run.draining:
             self._open.setdefault(run.size, {})[run.base] = run
 
+    def rename(self, offset: int, row: int) -> None:
+        """The used slot at ``offset`` is ``row``'s from now on."""
+        run = self.run_at(offset)
+        run.rows[(offset - run.base) // run.size] = row
+
     def drain(self, run: Run) -> None:
         """Give out no more slots of ``run``."""
         if not run.draining:

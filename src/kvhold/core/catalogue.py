@@ -1,55 +1,57 @@
-"""The objects that are kept, as integer rows in columns, with one recency list per slot size.
+"""The objects that are kept: by key, by slot, and in which order they go.
 
-A row is in exactly one state. Its slot's bytes are counted under that state, so that the states' sums and the arena's
-free bytes always make up the arena. Only keys are Python objects: a million rows must not be a million things for the
-garbage collector to look at.
-
-                    take                commit                  evict, purge
-            (free) ------> CREDIT -----------------> RESIDENT ----------------> (free)
-                             | | return, duplicate    |    ^                      ^
-                             | +----> (free)     lease|    |last release          |
-                             | owner lost             v    |        purge         |last release
-                             v                      LEASED --------------> DOOMED +
-                           LIMBO ----> (free) when the owner is proved gone
-
-Every resident or leased row is in its size's recency list; a leased one that comes up for eviction is passed over and
-counts as used just now, so that leasing and releasing cost no list work at all.
+Callers keep the order of states that ``rows`` shows; nothing here asks who may do what.
 """
 
-from array import array
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
 
 from kvhold.core.arena import Arena, Run
+from kvhold.core.limits import Limits, Quota
+from kvhold.core.recency import Recency, RecencyList
+from kvhold.core.rows import Rows, State
+from kvhold.core.segments import HEADER, Log, Segment, unpack
+from kvhold.core.story import Kind, Story, fingerprint
 
 _SPREAD = 256
 """Dictionaries per space: growing one of many stalls for microseconds, growing a big one for tens of milliseconds."""
-_LOOK = 512
-"""Rows that one search for a victim looks at before it gives up."""
 _TRIES = 4
 """Evictions for one slot: held neighbours must not make one slot cost the whole cache."""
 _DRAIN_SHARE = 8
 """At most this part of the arena drains at once: what it held is lost before its pages are of use to anybody."""
 
 
-class State:
-    """Plain integers: an enum's members would double the cost of every loop over rows."""
+class Namespace:
+    """``used`` are the slot bytes of everything under this name, granted credits included."""
 
-    FREE: Final = 0
-    CREDIT: Final = 1
-    RESIDENT: Final = 2
-    LEASED: Final = 3
-    DOOMED: Final = 4
-    LIMBO: Final = 5
-    HEAD: Final = 6  # a recency list's own row; it has no slot
+    __slots__ = ("indexes", "name", "quota", "used")
+
+    def __init__(self, name: bytes, quota: Quota) -> None:
+        self.name = name
+        self.quota = quota
+        self.used = 0
+        self.indexes: dict[int, Index] = {}
 
 
 class Index:
-    """The keys of one space: (namespace, group), objects of one geometry."""
+    """The keys of one (namespace, group): objects of one geometry. ``slots`` counts its rows that have one."""
 
-    __slots__ = ("group", "id", "key_bytes", "maps", "namespace", "objects", "shards", "size", "users")
+    __slots__ = (
+        "group",
+        "id",
+        "key_bytes",
+        "maps",
+        "namespace",
+        "objects",
+        "recency",
+        "shards",
+        "size",
+        "slots",
+        "users",
+    )
 
-    def __init__(self, id: int, namespace: bytes, group: int, key_bytes: int, shards: tuple[int, ...], size: int):
+    def __init__(
+        self, id: int, namespace: Namespace, group: int, key_bytes: int, shards: tuple[int, ...], size: int
+    ) -> None:
         self.id = id
         self.namespace = namespace
         self.group = group
@@ -58,7 +60,9 @@ class Index:
         self.size = size
         self.users = 0
         self.objects = 0
+        self.slots = 0
         self.maps: list[dict[bytes, int]] = [{} for _ in range(_SPREAD)]
+        self.recency: RecencyList[Namespace]
 
     def get(self, key: bytes) -> int | None:
         return self.maps[key[-1]].get(key)
@@ -67,31 +71,32 @@ class Index:
         return self.objects
 
 
-class Catalogue:
-    """Rows over an :class:`Arena`. Callers keep the states' order; nothing here asks who may do what."""
+class Catalogue(Rows):
+    """Rows over an :class:`Arena` and any number of logs."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, story: Story | None = None, limits: Limits | None = None) -> None:
+        super().__init__()
         self.arena = arena
+        self.limits = limits or Limits()
+        self.story = story or Story(1)
         self.indexes: dict[int, Index] = {}
-        self.bytes = [0] * (State.HEAD + 1)  # slot bytes by state
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.logs: dict[int, Log] = {}
+        self.recency: Recency[Namespace] = Recency(self)
+        self.objects = 0
+        self.cold = 0  # objects that are in a log alone
         self.evicted = 0
-        self.cost = 0  # rows evicted or passed over, ever: what an event's share of work is measured in
+        self.freed = 0  # what gave way or may now, ever: a reason to try again what did not fit
+        self.next_epoch = 1
         self._by_name: dict[tuple[bytes, int], Index] = {}
         self._next_index = 1
-        self.next_epoch = 1
-        self._clock = 0
-        self._heads: dict[int, int] = {}
-        self._spare: list[int] = []
-        self.state = bytearray()
-        self.leases: list[int] = []  # small integers are shared: no objects of their own, and faster than an array
-        self.epoch = array("Q")
-        self.offset = array("Q")
-        self.owner = array("Q")  # a credit's attachment, an object's index
-        self.size = array("Q")
-        self.stamp = array("Q")  # recency, comparable between lists
-        self.older = array("i")
-        self.newer = array("i")
-        self.key: list[bytes] = []
+        nobody = Namespace(b"", Quota())
+        self._cold: RecencyList[Namespace] = self.recency.open(0, nobody, compared=False)
+
+    @property
+    def cost(self) -> int:
+        """Rows evicted or passed over, ever: what an event's share of work is measured in."""
+        return self.evicted + self.recency.passed
 
     # --- spaces -------------------------------------------------------------------------------------------------
 
@@ -99,89 +104,183 @@ class Catalogue:
         """The index of (namespace, group), made when new; None if it exists with another geometry."""
         found = self._by_name.get((namespace, group))
         if found is None:
-            found = Index(self._next_index, namespace, group, key_bytes, shards, size)
+            owner = self.namespaces.get(namespace)
+            if owner is None:
+                quota = self.limits.quotas.get(namespace, Quota())
+                owner = self.namespaces[namespace] = Namespace(namespace, quota)
+            found = Index(self._next_index, owner, group, key_bytes, shards, size)
+            found.recency = self.recency.open(size, owner)
             self._next_index += 1
-            self._by_name[namespace, group] = self.indexes[found.id] = found
+            owner.indexes[found.id] = self._by_name[namespace, group] = self.indexes[found.id] = found
         elif found.shards != shards or found.key_bytes != key_bytes:
             return None
         return found
 
+    def find(self, namespace: bytes, group: int) -> Index | None:
+        return self._by_name.get((namespace, group))
+
     def drop_index_if_idle(self, index: Index) -> None:
         """Forget an index that nobody uses and nothing is stored under."""
-        if index.users == 0 and index.objects == 0 and self.indexes.pop(index.id, None) is not None:
-            del self._by_name[index.namespace, index.group]
+        if index.users or index.objects or index.slots or self.indexes.pop(index.id, None) is None:
+            return
+        del self._by_name[index.namespace.name, index.group]
+        self.recency.close(index.recency)
+        owner = index.namespace
+        del owner.indexes[index.id]
+        if not owner.indexes:
+            del self.namespaces[owner.name]
+
+    def configure(self, limits: Limits) -> None:
+        self.limits = limits
+        self.freed += 1
+        for namespace in self.namespaces.values():
+            namespace.quota = limits.quotas.get(namespace.name, Quota())
 
     # --- slots --------------------------------------------------------------------------------------------------
 
-    def take(self, size: int, owner: int) -> int | None:
-        """A row in state CREDIT with a slot of ``size`` bytes, at the cost of what was used longest ago.
+    def take(self, index: Index) -> int | None:
+        """A row in state CREDIT with a slot for an object of ``index``, at the cost of what was used longest ago.
 
         None when all that could give way is held.
         """
-        row = self._spare.pop() if self._spare else self._new_row()
-        offset = self.arena.take(size, row)
-        for _ in range(_TRIES):
-            if offset is not None or not self._make_room(size):
-                break
-            offset = self.arena.take(size, row)
-        if offset is None:
-            self._spare.append(row)
+        row = self.new()
+        if not self._place(row, index, State.CREDIT):
+            self.spare.append(row)
             return None
-        self.offset[row] = offset
-        self.size[row] = size
-        self.epoch[row] = self.next_epoch
-        self.owner[row] = owner
-        self.next_epoch += 1
-        self.state[row] = State.CREDIT
-        self.bytes[State.CREDIT] += size
+        self.owner[row] = index.id
         return row
 
     def free(self, row: int) -> None:
         """Give back the slot of a row that is in no index and in no list."""
-        self.bytes[self.state[row]] -= self.size[row]
-        self.state[row] = State.FREE
-        self.arena.give(self.offset[row])
-        self._spare.append(row)
+        index = self.indexes[self.owner[row]]
+        self._vacate_slot(row, index)
+        self.drop(row)
+        self.drop_index_if_idle(index)
 
-    def move(self, row: int, state: int) -> None:
-        size = self.size[row]
-        self.bytes[self.state[row]] -= size
-        self.bytes[state] += size
+    def _place(self, row: int, index: Index, state: int) -> bool:
+        """Give a row without a slot one, in a new ``state``."""
+        size, owner = index.size, index.namespace
+        for _ in range(_TRIES):
+            if owner.used + size <= owner.quota.limit:
+                break
+            if not self.evict_own(owner):
+                return False
+        else:
+            return False
+        offset = self.arena.take(size, row)
+        for _ in range(_TRIES):
+            if offset is not None or not self._make_room(size, owner):
+                break
+            offset = self.arena.take(size, row)
+        if offset is None:
+            return False
+        self.offset[row] = offset
+        self.size[row] = size
+        self.epoch[row] = self.next_epoch
+        self.next_epoch += 1
         self.state[row] = state
+        self.bytes[state] += size
+        owner.used += size
+        index.slots += 1
+        return True
+
+    def _vacate_slot(self, row: int, index: Index) -> None:
+        self.bytes[self.state[row]] -= index.size
+        self.arena.give(self.offset[row])
+        index.namespace.used -= index.size
+        index.slots -= 1
+        self.freed += 1
 
     # --- objects ------------------------------------------------------------------------------------------------
 
     def insert(self, row: int, index: Index, key: bytes, parent: int | None) -> None:
         """A credit becomes a resident object, just older than its parent: chains are evicted from their ends."""
         self.move(row, State.RESIDENT)
+        self.freed += 1
+        self._list(row, index, key)
+        self.recency.insert(row, index.recency, self._near(parent))
+
+    def recover(self, index: Index, key: bytes, place: int) -> int:
+        """An object that was found in a log: older than all that were found before, which are younger there."""
+        row = self.new()
+        self.state[row] = State.COLD
+        self.owner[row] = index.id
+        self.size[row] = index.size
+        self.place[row] = place
+        self.cold += 1
+        self._list(row, index, key)
+        self.recency.append(row, self._cold)
+        return row
+
+    def replace(self, credit: int, row: int, parent: int | None) -> None:
+        """An object that is only in a log gets a credit's slot: its bytes were stored anew."""
+        index = self.indexes[self.owner[row]]
+        offset, epoch = self.offset[credit], self.epoch[credit]
+        self.bytes[State.CREDIT] -= index.size
+        self.bytes[State.RESIDENT] += index.size
+        self.arena.rename(offset, row)
+        self.drop(credit)
+        self.recency.remove(row)
+        self.cold -= 1
+        self.offset[row], self.epoch[row], self.state[row] = offset, epoch, State.RESIDENT
+        self.recency.insert(row, index.recency, self._near(parent))
+
+    def _list(self, row: int, index: Index, key: bytes) -> None:
         self.owner[row] = index.id
         self.key[row] = key
         index.maps[key[-1]][key] = row
         index.objects += 1
-        if parent is None:
-            self._renew(row, self._head(index.size))
-        else:
-            self.stamp[row] = self.stamp[parent]
-            self._link(row, parent)
+        self.objects += 1
+
+    def _near(self, parent: int | None) -> int | None:
+        """``parent`` if it is in its index's list."""
+        return parent if parent is not None and State.RESIDENT <= self.state[parent] <= State.LEASED else None
 
     def remove(self, row: int) -> None:
-        """Take an object out of its index and list; a leased one becomes DOOMED, any other is freed."""
-        index, key = self.indexes[self.owner[row]], self.key[row]
+        """Take an object out of its index, list and log; one that is held becomes DOOMED, any other is freed."""
+        index, key, state = self.indexes[self.owner[row]], self.key[row], self.state[row]
         del index.maps[key[-1]][key]
         index.objects -= 1
+        self.objects -= 1
         self.key[row] = b""
-        self._unlink(row)
-        if self.state[row] == State.LEASED:
+        self.leave_log(row)
+        if state != State.LOADING:
+            self.recency.remove(row)
+        if state == State.COLD:
+            self.cold -= 1
+            self.drop(row)
+            self.drop_index_if_idle(index)
+        elif self.leases[row]:
             self.move(row, State.DOOMED)
         else:
             self.free(row)
-        if not index.objects:
-            self.drop_index_if_idle(index)
 
-    def lease(self, rows: Sequence[int]) -> None:
-        """Keep these resident or leased rows, all of one size, where they are until :meth:`release`."""
+    def forget_one(self) -> bool:
+        """Give up the object that is least worth keeping altogether; False when all are held."""
+        row = self.recency.first(self._cold)
+        if row is None:
+            found = [self.recency.oldest(size, lambda _: False) for size in self.recency.sizes]
+            row = min((one for one in found if one is not None), key=self.stamp.__getitem__, default=None)
+        if row is None:
+            return False
+        self.note(Kind.EVICTED, row)
+        self.evicted += 1
+        self.remove(row)
+        return True
+
+    def note(self, kind: Kind, row: int) -> None:
+        """Remember what happened to an object."""
+        self.story.note(kind, fingerprint(self.key[row]), self.owner[row], row, self.epoch[row])
+
+    # --- leases -------------------------------------------------------------------------------------------------
+
+    def lease(self, rows: Sequence[int]) -> int:
+        """Keep these rows, all of one size and with a slot, where they are until :meth:`release`.
+
+        Returns the bytes that nobody held before.
+        """
         if not rows:
-            return
+            return 0
         leases, state, leased = self.leases, self.state, State.LEASED
         first = 0
         for row in rows:
@@ -191,9 +290,10 @@ class Catalogue:
                 leases[row] = 1
                 state[row] = leased
                 first += 1
-        size = self.size[rows[0]]
-        self.bytes[State.RESIDENT] -= first * size
-        self.bytes[State.LEASED] += first * size
+        taken = first * self.size[rows[0]]
+        self.bytes[State.RESIDENT] -= taken
+        self.bytes[State.LEASED] += taken
+        return taken
 
     def release(self, rows: Sequence[int]) -> None:
         """Undo one :meth:`lease` of these rows."""
@@ -201,6 +301,7 @@ class Catalogue:
             return
         leases, state, leased, resident = self.leases, self.state, State.LEASED, State.RESIDENT
         last = 0
+        size = self.size[rows[0]]
         for row in rows:
             count = leases[row] - 1
             leases[row] = count
@@ -211,9 +312,9 @@ class Catalogue:
                 last += 1
             else:
                 self.free(row)
-        size = self.size[rows[0]]
         self.bytes[State.LEASED] -= last * size
         self.bytes[State.RESIDENT] += last * size
+        self.freed += last
         self.vacate(rows)
 
     def vacate(self, rows: Iterable[int]) -> None:
@@ -223,54 +324,87 @@ class Catalogue:
                 if self.state[row] == State.RESIDENT and self.arena.run_at(self.offset[row]).draining:
                     self._evict(row)
 
-    def touch(self, rows: Sequence[int]) -> None:
-        """Make a chain's rows the most recent of their list, its first row before its last.
+    def touch(self, rows: Sequence[int], index: Index) -> None:
+        """A chain of ``index`` was used just now, its first row after its last; what is gone since is left out."""
+        state, owner, id = self.state, self.owner, index.id
+        resident, leased = State.RESIDENT, State.LEASED
+        there = [row for row in rows if resident <= state[row] <= leased and owner[row] == id]
+        if there:
+            self.recency.touch(there, index.recency)
 
-        Rows that already follow each other are moved as one piece. A row that was evicted meanwhile is left out, and
-        so is one that the chain names a second time.
-        """
-        if not rows:
-            return
-        size = self.size[rows[0]]
-        head = self._heads.get(size)
-        if head is None:
-            return
-        self._clock += 1
-        older, newer, stamp, clock = self.older, self.newer, self.stamp, self._clock
-        state, sizes, resident, leased = self.state, self.size, State.RESIDENT, State.LEASED
-        pieces: list[tuple[int, int]] = []
-        first = last = -1
-        for row in rows:
-            if not resident <= state[row] <= leased or sizes[row] != size or stamp[row] == clock:
-                continue
-            stamp[row] = clock
-            if last < 0 or older[last] != row:
-                if last >= 0:
-                    pieces.append((first, last))
-                first = row
-            last = row
-        if last >= 0:
-            pieces.append((first, last))
-        for first, last in reversed(pieces):
-            before, after = newer[first], older[last]
-            older[before], newer[after] = after, before
-            front = older[head]
-            older[head], newer[first] = first, head
-            older[last], newer[front] = front, last
+    # --- logs ---------------------------------------------------------------------------------------------------
+
+    def fill(self, row: int) -> bool:
+        """Give a COLD row a slot to be read into, which its read holds; False when none can be had."""
+        index = self.indexes[self.owner[row]]
+        self.recency.remove(row)  # making room must not give up the very object
+        self.cold -= 1
+        if not self._place(row, index, State.LOADING):
+            self.cold += 1
+            self.recency.insert(row, self._cold)
+            return False
+        self.leases[row] = 1
+        return True
+
+    def loaded(self, row: int) -> None:
+        """The read into a LOADING row has ended well."""
+        if self.state[row] == State.LOADING:
+            self.move(row, State.LEASED)
+            self.recency.insert(row, self.indexes[self.owner[row]].recency)
+        self.release([row])
+
+    def spoiled(self, row: int) -> None:
+        """The read into a LOADING row has failed: the object is no more, and its slot goes with its last reader."""
+        if self.state[row] == State.LOADING:
+            self.remove(row)
+        self.release([row])
+
+    def unfill(self, row: int) -> None:
+        """A LOADING row whose read has not begun, and which nobody else holds, is COLD again."""
+        self._vacate_slot(row, self.indexes[self.owner[row]])
+        self.leases[row] = 0
+        self._cool(row)
+
+    def written(self, row: int, place: int) -> None:
+        """A leased row's record is in a log, unless the object was removed meanwhile; the write lets it go."""
+        if self.state[row] == State.LEASED and not self.place[row]:
+            self.place[row] = place
+            log, segment, _ = unpack(place)
+            self.logs[log].segments[segment].live += HEADER + self.size[row]
+        self.release([row])
+
+    def leave_log(self, row: int) -> None:
+        """The object's record does not count any more."""
+        place = self.place[row]
+        if place:
+            log, segment, _ = unpack(place)
+            self.logs[log].segments[segment].live -= HEADER + self.size[row]
+            self.place[row] = 0
+
+    def segment_of(self, row: int) -> tuple[Log, Segment, int]:
+        """Where a row's record is: log, segment and byte offset in it."""
+        number, segment, at = unpack(self.place[row])
+        log = self.logs[number]
+        return log, log.segments[segment], at
 
     # --- eviction -----------------------------------------------------------------------------------------------
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, asking: Namespace) -> bool:
         """Free bytes so that a slot of ``size`` may fit now; False when what could go is held.
 
         The object used longest ago goes, whatever its size. One of another size takes along all that stands between
         it and a run of the new size, because only empty pages can change their size. Where something held stands
         there too, the oldest of the new size goes instead; without one, the run around is emptied as far as it can
-        be, and drains; and when enough is draining already, it is passed over.
+        be, and drains; and when enough is draining already, it is passed over. Namespaces within their floor are
+        spared, but for the one that asks.
         """
+
+        def spared(owner: Namespace) -> bool:
+            return owner is not asking and owner.used <= owner.quota.floor
+
         oldest = own = None
-        for listed, head in self._heads.items():
-            row = self._victim(head)
+        for listed in self.recency.sizes:
+            row = self.recency.oldest(listed, spared)
             if row is None:
                 continue
             if listed == size:
@@ -286,7 +420,7 @@ class Catalogue:
         if span > pages:
             return False
         run = self.arena.run_at(self.offset[oldest])
-        if window := self._window(self.offset[oldest] // self.arena.page, span):
+        if window := self._window(self.offset[oldest] // self.arena.page, span, spared):
             for run in window:
                 self._empty(run)
         elif own is not None:
@@ -294,83 +428,57 @@ class Catalogue:
         elif self.arena.draining_pages < max(span, pages // _DRAIN_SHARE):
             self._empty(run)
         else:
-            self._pass_over(oldest, self._heads[run.size])
+            self.recency.pass_over(oldest, self.indexes[self.owner[oldest]].recency)
         return True
 
-    def _window(self, page: int, span: int) -> list[Run]:
+    def _window(self, page: int, span: int, spared: Callable[[Namespace], bool]) -> list[Run]:
         """The runs to empty for ``span`` free pages around ``page``, fewest objects first; [] if all hold something."""
         best: list[Run] = []
         fewest = -1
         for start in range(max(0, page - span + 1), min(page, len(self.arena.runs) - span) + 1):
             runs = list({run.base: run for run in self.arena.runs[start : start + span] if run is not None}.values())
             count = sum(run.used for run in runs)
-            if (fewest < 0 or count < fewest) and not any(map(self._holds, runs)):
+            if (fewest < 0 or count < fewest) and not any(self._holds(run, spared) for run in runs):
                 best, fewest = runs, count
         return best
 
-    def _holds(self, run: Run) -> bool:
-        """Whether anything in ``run`` cannot be evicted."""
-        state = self.state
-        return any(row >= 0 and state[row] != State.RESIDENT for row in run.rows)
+    def _holds(self, run: Run, spared: Callable[[Namespace], bool]) -> bool:
+        """Whether anything in ``run`` cannot be evicted, or should not."""
+        state, used = self.state, run.used_rows()
+        if any(state[row] != State.RESIDENT for row in used):
+            return True
+        return bool(self.limits.quotas) and any(spared(self.indexes[self.owner[row]].namespace) for row in used)
 
     def _empty(self, run: Run) -> None:
         """Evict what can be evicted from ``run``; what is held there goes with its last owner, nothing new comes."""
         self.arena.drain(run)
         self.vacate(run.used_rows())
 
-    def _victim(self, head: int) -> int | None:
-        """The object of a list to evict next; held ones on the way to it are passed over."""
-        for _ in range(_LOOK):
-            row = self.newer[head]
-            if row == head:
-                return None
-            if self.state[row] == State.RESIDENT:
-                return row
-            self._pass_over(row, head)
-        return None
+    def over_quota(self) -> list[Namespace]:
+        """Namespaces that use more than they may."""
+        return [one for one in self.namespaces.values() if one.used > one.quota.limit] if self.limits.quotas else []
 
-    def _pass_over(self, row: int, head: int) -> None:
-        self.cost += 1
-        self._unlink(row)
-        self._renew(row, head)
+    def evict_own(self, owner: Namespace) -> bool:
+        """Evict the object of a namespace that was used longest ago; False when all are held."""
+        rows = [row for index in owner.indexes.values() if (row := self.recency.victim(index.recency)) is not None]
+        if not rows:
+            return False
+        self._evict(min(rows, key=self.stamp.__getitem__))
+        return True
 
     def _evict(self, row: int) -> None:
-        self.cost += 1
+        """A resident object loses its slot; it stays known where a log has it."""
         self.evicted += 1
-        self.remove(row)
+        if not self.place[row]:
+            self.note(Kind.EVICTED, row)
+            self.remove(row)
+            return
+        self.note(Kind.COOLED, row)
+        self.recency.remove(row)
+        self._vacate_slot(row, self.indexes[self.owner[row]])
+        self._cool(row)
 
-    # --- rows and lists -----------------------------------------------------------------------------------------
-
-    def _new_row(self) -> int:
-        row = len(self.state)
-        self.state.append(State.FREE)
-        for column in (self.leases, self.epoch, self.offset, self.owner, self.size, self.stamp):
-            column.append(0)
-        self.older.append(-1)
-        self.newer.append(-1)
-        self.key.append(b"")
-        return row
-
-    def _head(self, size: int) -> int:
-        head = self._heads.get(size)
-        if head is None:
-            head = self._heads[size] = self._new_row()
-            self.state[head] = State.HEAD
-            self.older[head] = self.newer[head] = head
-        return head
-
-    def _renew(self, row: int, head: int) -> None:
-        """Put a row that is in no list where those used just now are."""
-        self._clock += 1
-        self.stamp[row] = self._clock
-        self._link(row, head)
-
-    def _link(self, row: int, after: int) -> None:
-        """Put ``row`` on the older side of ``after``."""
-        following = self.older[after]
-        self.older[after], self.newer[row] = row, after
-        self.older[row], self.newer[following] = following, row
-
-    def _unlink(self, row: int) -> None:
-        before, after = self.newer[row], self.older[row]
-        self.older[before], self.newer[after] = after, before
+    def _cool(self, row: int) -> None:
+        self.state[row] = State.COLD
+        self.cold += 1
+        self.recency.insert(row, self._cold)

@@ -7,6 +7,8 @@ Sessions are numbered by the shell and never reused. Packed fields are little-en
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvhold.core.limits import Limits
+
 MAX_QUERY_KEYS = 65_536
 """Longest chain that one query may name."""
 MAX_BATCH = 512
@@ -27,12 +29,33 @@ class Gone(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a query's answer is shorter than its chain."""
+    """Why an answer is shorter than what was asked for."""
 
     NONE = ""
     NOT_STORED = "not_stored"
-    BUDGET = "budget"
+    BUDGET = "budget"  # too much is being read or restored already
+    TOO_LARGE = "too_large"  # more than could ever be had at once
     DETACHED = "detached"
+    DEADLINE = "deadline"  # a log did not give it in time
+    READ_FAILED = "read_failed"  # a log gave something else
+    OUT_OF_SERVICE = "out_of_service"  # the log that has it is not asked at present
+
+
+@dataclass(slots=True, frozen=True)
+class Stored:
+    """One object as a log's I/O needs it. ``parent`` and ``depth`` (in its chain) are only known when it is written.
+
+    ``offset`` is the payload's in the arena, ``at`` the record's in its segment; the payload follows its header there.
+    """
+
+    namespace: bytes
+    group: int
+    key: bytes
+    parent: bytes
+    depth: int
+    shards: tuple[int, ...]
+    offset: int
+    at: int
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -97,30 +120,77 @@ class Close:
 
 @dataclass(slots=True, frozen=True)
 class Query:
-    """How many leading keys of this chain are resident? Lease those from index ``skip`` on, under ``op``."""
+    """How many leading keys of this chain can be restored? Lease those from index ``skip`` on, under ``op``.
+
+    What is in a log alone is read first. A greater ``revision`` of an operation replaces the smaller one; with
+    ``extend`` its chain is the former's, followed by ``keys``. ``ahead`` of need it may take less.
+    """
 
     session: int
     op: int
+    revision: int
     space: int
     skip: int
     keys: bytes
+    extend: bool = False
+    ahead: bool = False
 
 
 @dataclass(slots=True, frozen=True)
-class Release:
-    """The owner's word that nothing leased under these operations is read any more."""
+class Lookup:
+    """Where are these keys now? ``parts`` are (space, keys). Nothing is read, leased or counted as used."""
+
+    session: int
+    op: int
+    parts: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Prepare:
+    """Lease exactly these objects under ``op``, after reading what is in a log alone: all of them or none."""
+
+    session: int
+    op: int
+    revision: int
+    parts: tuple[tuple[int, bytes], ...]
+    ahead: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class Started:
+    """Restores of these answered operations have been handed to workers: only their owner's word ends them now."""
 
     session: int
     ops: tuple[int, ...]
 
 
 @dataclass(slots=True, frozen=True)
+class Spoiled:
+    """A restore of what this operation leases has failed: its objects must not be found again."""
+
+    session: int
+    op: int
+
+
+@dataclass(slots=True, frozen=True)
+class Release:
+    """The owner's word that nothing leased under these (operation, revision) is read any more."""
+
+    session: int
+    ops: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True, frozen=True)
 class Commit:
-    """Credit slots now hold complete objects: ``keys[i]`` in ``rows[i]``; each key is the parent of the next."""
+    """Credit slots now hold complete objects: ``keys[i]`` in ``rows[i]``; each key is the parent of the next.
+
+    The first is at ``depth`` in its chain, after ``parent``.
+    """
 
     session: int
     space: int
     parent: bytes
+    depth: int
     keys: bytes
     rows: bytes
     epochs: bytes
@@ -143,7 +213,95 @@ class Purge:
     namespace: bytes = b""
 
 
-Event = Populated | Joined | Mapped | Left | Open | Close | Query | Release | Commit | Return | Purge
+@dataclass(slots=True, frozen=True)
+class Configure:
+    limits: Limits
+
+
+@dataclass(slots=True, frozen=True)
+class Tick:
+    """A deadline may have passed; all that clients had said by this event's time has been handled."""
+
+
+@dataclass(slots=True, frozen=True)
+class Explain:
+    """What happened to a key, or to an operation of any session?"""
+
+    session: int
+    key: bytes = b""
+    op: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class LogOpened:
+    """A log of so many segments can be used once its records are recovered. Numbers are not reused.
+
+    ``newest_seq`` is at least that of any life that one of its segments had.
+    """
+
+    log: int
+    segments: int
+    segment_bytes: int
+    newest_seq: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Segments:
+    """Which segments of a log may have records: (number, seq), the oldest life first. Comes before their records."""
+
+    log: int
+    lives: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Recovered:
+    """Records that were found in a segment: (namespace, group, key, shards, byte offset). At most a batch of them."""
+
+    log: int
+    segment: int
+    records: tuple[tuple[bytes, int, bytes, tuple[int, ...], int], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class LogReady:
+    """All records of a log were recovered: it may be written."""
+
+    log: int
+
+
+@dataclass(slots=True, frozen=True)
+class Done:
+    """An I/O has ended, and touches no memory any more. ``failed`` are the positions of objects it failed for."""
+
+    io: int
+    failed: tuple[int, ...] = ()
+
+
+Event = (
+    Populated
+    | Joined
+    | Mapped
+    | Left
+    | Open
+    | Close
+    | Query
+    | Lookup
+    | Prepare
+    | Started
+    | Spoiled
+    | Release
+    | Commit
+    | Return
+    | Purge
+    | Configure
+    | Tick
+    | Explain
+    | LogOpened
+    | Segments
+    | Recovered
+    | LogReady
+    | Done
+)
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -181,13 +339,60 @@ class Opened:
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """``resident`` leading keys are here; ``offsets`` of those from ``skip`` on are leased under ``op``."""
+    """``resident`` leading keys are here; ``offsets`` of those from ``skip`` on are leased under ``op``.
+
+    To a :class:`Prepare`, the offsets of all of its keys, part by part, or none.
+    """
 
     session: int
     op: int
+    revision: int
     resident: int
     offsets: bytes
     reason: Reason
+
+
+@dataclass(slots=True, frozen=True)
+class Waiting:
+    """The answer will come, after ``objects`` were read from a log."""
+
+    session: int
+    op: int
+    revision: int
+    objects: int
+
+
+@dataclass(slots=True, frozen=True)
+class Residency:
+    """Answer to a :class:`Lookup`: per part, a byte for each key: 0 nowhere, 1 in DRAM, 2 in a log alone."""
+
+    session: int
+    op: int
+    tiers: tuple[bytes, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Expired:
+    """An answer was not used in time and holds nothing any more."""
+
+    session: int
+    op: int
+    revision: int
+
+
+@dataclass(slots=True, frozen=True)
+class Stalled:
+    """For the operator: a restore has been under way for so long. Nothing is taken from it."""
+
+    session: int
+    op: int
+    seconds: int
+
+
+@dataclass(slots=True, frozen=True)
+class Explained:
+    session: int
+    lines: tuple[str, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -202,6 +407,15 @@ class Grant:
 
 
 @dataclass(slots=True, frozen=True)
+class Recall:
+    """The session should return unused credits of a space until it holds ``keep``: others need them."""
+
+    session: int
+    space: int
+    keep: int
+
+
+@dataclass(slots=True, frozen=True)
 class Part:
     """Close this session: another session of its attachment was lost, so the whole attaches anew."""
 
@@ -209,4 +423,89 @@ class Part:
     reason: str
 
 
-Effect = Accept | Refuse | Ready | Opened | Answer | Grant | Part
+# Each of these I/Os is answered by exactly one Done with its number, also when it was cancelled or the log is closed.
+
+
+@dataclass(slots=True, frozen=True)
+class Write:
+    """Append records, one directly after the other."""
+
+    io: int
+    log: int
+    segment: int
+    seq: int
+    objects: tuple[Stored, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Read:
+    """Fill arena slots from records of one segment, and check them, each for itself."""
+
+    io: int
+    log: int
+    segment: int
+    seq: int
+    objects: tuple[Stored, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Reuse:
+    """Give a segment that nothing reads a new header, durably, before anything is appended."""
+
+    io: int
+    log: int
+    segment: int
+    seq: int
+
+
+@dataclass(slots=True, frozen=True)
+class Seal:
+    """The segment takes no more records: write its footer after ``end``."""
+
+    io: int
+    log: int
+    segment: int
+    seq: int
+    end: int
+
+
+@dataclass(slots=True, frozen=True)
+class Forget:
+    """Remember durably that these (namespace, group, key), or every record of ``namespace`` (empty: all), are gone.
+
+    That is, as far as they were appended before byte ``at`` of the segment with ``seq``.
+    """
+
+    io: int
+    log: int
+    seq: int
+    at: int
+    names: tuple[tuple[bytes, int, bytes], ...]
+    namespace: bytes | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Cancel:
+    """Nobody waits for this I/O any more; it is answered all the same."""
+
+    io: int
+    log: int
+
+
+ToSession = (
+    Accept
+    | Refuse
+    | Ready
+    | Opened
+    | Answer
+    | Waiting
+    | Residency
+    | Expired
+    | Stalled
+    | Explained
+    | Grant
+    | Recall
+    | Part
+)
+ToLog = Write | Read | Reuse | Seal | Forget | Cancel
+Effect = ToSession | ToLog

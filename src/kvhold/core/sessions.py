@@ -5,19 +5,57 @@ credits as a whole: the scheduler half decides, but it is the workers that read 
 only when every one of its sessions has said so or is proved dead; a closed socket proves nothing.
 """
 
+from array import array
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from kvhold.core.catalogue import Index
-from kvhold.core.events import Role
+from kvhold.core.events import Reason, Role
+
+
+class Phase(IntEnum):
+    """Where an operation is. Its leases are its own in all but the last."""
+
+    MATCHING = 0  # its keys are being looked up, slice by slice
+    WAITING = 1  # for reads from a log
+    ANSWERED = 2
+    STARTED = 3  # workers may be reading
+    OVER = 4
 
 
 @dataclass(slots=True)
-class Lease:
-    """What one query holds: ``rows`` of its chain, of which those from ``skip`` on are leased."""
+class Part:
+    """``rows`` found of one index; those from ``skip`` on are leased."""
 
     index: Index
-    skip: int
+    skip: int = 0
     rows: list[int] = field(default_factory=list)
+
+    @property
+    def leased(self) -> list[int]:
+        return self.rows[self.skip :] if self.skip else self.rows
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One revision of one request's question, and what it holds."""
+
+    attachment: "Attachment"
+    session: int
+    id: int
+    revision: int
+    exact: bool  # all or nothing
+    ahead: bool
+    parts: list[Part] = field(default_factory=list)
+    phase: Phase = Phase.MATCHING
+    offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # of what is leased, in order
+    charged: int = 0  # bytes of its engine's share
+    missing: int = 0  # rows that are on their way
+    spoiled: set[int] = field(default_factory=set)  # of those, rows that will not come
+    read: list[int] = field(default_factory=list)  # rows that had to be waited for
+    asked: int = 0
+    keys: bytes = b""  # while they are being matched
+    reason: Reason = Reason.NONE
 
 
 @dataclass(slots=True)
@@ -37,6 +75,10 @@ class Session:
     rank: int
     mapped: bool = False
 
+    @property
+    def decides(self) -> bool:
+        return self.role is Role.SCHEDULER
+
 
 @dataclass(slots=True)
 class Attachment:
@@ -44,17 +86,19 @@ class Attachment:
     instance: str
     world: int
     broken: bool = False  # a session was lost: nobody joins it any more, and it decides nothing
+    since: int = 0  # when it was lost
     ready: bool = False
     sessions: dict[int, Session] = field(default_factory=dict)  # those not proved gone
     limbo: set[int] = field(default_factory=set)  # sessions whose socket closed without a word
-    leases: dict[int, Lease] = field(default_factory=dict)
+    operations: dict[int, Operation] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
-    answering: int = 0  # questions whose answer is still being put together
+    answering: int = 0  # questions that are not answered yet
+    prepared: int = 0  # bytes that its operations are charged with
+    ahead: int = 0  # of those, bytes asked for ahead of need
 
     @property
     def held_bytes(self) -> int:
-        leased = sum(max(0, len(lease.rows) - lease.skip) * lease.index.size for lease in self.leases.values())
-        return leased + sum(len(space.credits) * space.index.size for space in self.spaces.values())
+        return self.prepared + sum(len(space.credits) * space.index.size for space in self.spaces.values())
 
     @property
     def scheduler(self) -> Session | None:

@@ -1,7 +1,13 @@
 """What a manager may be told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from kvhold.core.limits import Limits
+from kvhold.units import parse_size
+
+MIN_FREE = 1 << 30
+"""What stays free on an SSD's filesystem, unless told otherwise."""
 
 
 class ConfigError(Exception):
@@ -13,6 +19,15 @@ class SocketTaken(ConfigError):
 
 
 @dataclass(frozen=True)
+class SsdConfig:
+    """A directory that may hold ``size`` bytes of records, while ``min_free`` bytes of its filesystem stay free."""
+
+    path: Path
+    size: int
+    min_free: int
+
+
+@dataclass(frozen=True)
 class ManagerConfig:
     """``dram`` bytes of arena; ``http`` is host and port of metrics and health; ``starter_fd`` makes it embedded."""
 
@@ -21,3 +36,13 @@ class ManagerConfig:
     huge_pages: bool = False
     http: tuple[str, int] | None = None
     starter_fd: int | None = None
+    ssd: tuple[SsdConfig, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+
+def parse_ssd(text: str, min_free: int) -> SsdConfig:
+    """``PATH:SIZE`` as the directory that it names. Raises ValueError."""
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise ValueError(f"{text!r} is not PATH:SIZE, e.g. /var/cache/kvhold:500GiB")
+    return SsdConfig(Path(path).absolute(), parse_size(size), min_free)

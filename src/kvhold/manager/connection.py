@@ -42,24 +42,27 @@ class Connection:
         who = f"{self.role} rank {self.rank} of {self.instance}" if self.role else "unknown client"
         return f"{who} (pid {self.pid})"
 
-    def receive(self, size: int = 1 << 20) -> list[bytes] | None:
-        """Complete frames that one read brought; None when the other side closed. Raises ProtocolError."""
+    def receive(self, size: int = 1 << 20) -> tuple[list[bytes] | None, bool]:
+        """Complete frames that one read brought, None when the other side closed; and whether there may be more.
+
+        Raises ProtocolError.
+        """
         try:
             data = self.sock.recv(size)
         except (BlockingIOError, InterruptedError):
-            return []
+            return [], False
         except OSError:
-            return None
+            return None, False
         if not data:
-            return None
+            return None, False
         if self.stage is Stage.PREAMBLE:
             self._opening += data
             if len(self._opening) < len(PREAMBLE) and PREAMBLE.startswith(self._opening[:6]):
-                return []
+                return [], True
             check_preamble(self._opening[: len(PREAMBLE)])
             self.stage = Stage.HELLO
             data, self._opening = self._opening[len(PREAMBLE) :], b""
-        return list(self._reader.feed(data))
+        return list(self._reader.feed(data)), True
 
     def send(self, message: ManagerMessage, descriptor: int | None = None) -> None:
         """Queue ``message``; a descriptor travels with it at once. Raises ProtocolError when the client never reads."""

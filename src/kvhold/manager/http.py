@@ -4,65 +4,17 @@ import logging
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvhold.manager.config import ConfigError
-from kvhold.manager.report import report
+from kvhold.manager.metrics import ANSWER_SECONDS, Collector
 from kvhold.manager.server import Server
 
 log = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 2.0
-"""How long a scrape waits for the loop before it says that the manager is not well."""
-
-COUNTERS = {
-    "queries": "Queries answered.",
-    "keys_asked": "Keys named in queries.",
-    "keys_resident": "Of those, leading keys that were here.",
-    "keys_not_stored": "Of those, keys at and after the first one that is not here.",
-    "keys_budget": "Of those, keys cut off because too much is leased.",
-    "commits": "Objects stored.",
-    "duplicates": "Objects that were here already when they were committed.",
-    "returns": "Granted slots that came back unused.",
-    "stale": "Commits and returns of slots that are not (any more) the sender's.",
-    "refused": "Sessions refused.",
-    "purged": "Objects purged.",
-}
-
-
-class Collector:
-    """One consistent report per scrape, as metrics."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def collect(self) -> Iterator[Metric]:
-        said = self._server.call(lambda: report(self._server), ANSWER_SECONDS)
-        state = GaugeMetricFamily(
-            "kvhold_arena_state_bytes",
-            "Arena bytes by exclusive state; the sum is kvhold_arena_bytes.",
-            labels=["state"],
-        )
-        for name, value in said["accounts"].items():
-            state.add_metric([name], value)
-        yield state
-        yield GaugeMetricFamily("kvhold_arena_bytes", "Populated bytes of the arena.", value=said["arena"]["populated"])
-        yield GaugeMetricFamily(
-            "kvhold_limbo_bytes", "Bytes of lost, not proved dead owners.", value=said["limbo_bytes"]
-        )
-        yield GaugeMetricFamily("kvhold_objects", "Objects stored.", value=said["objects"])
-        yield GaugeMetricFamily(
-            "kvhold_sessions", "Sessions of engines.", value=sum(session["open"] for session in said["sessions"])
-        )
-        yield CounterMetricFamily("kvhold_evicted", "Objects evicted to make room.", value=said["evicted"])
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"kvhold_{name}", text, value=said["counters"].get(name, 0))
 
 
 def serve_http(server: Server, host: str, port: int) -> str:

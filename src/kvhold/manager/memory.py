@@ -68,6 +68,11 @@ class ArenaMemory:
         if available_memory() < self.page or _populate(self._address, self.page):
             raise ConfigError(f"dram: not even {format_size(self.page)} of memory can be had; free some")
 
+    @property
+    def view(self) -> memoryview:
+        """All of it. Only what was populated may be touched."""
+        return memoryview(self._map)
+
     def populate(self, added: Callable[[int], None], stop: Callable[[], bool]) -> None:
         """Allocate all pages but the first, which is there, saying so through ``added``.
 

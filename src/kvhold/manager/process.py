@@ -12,6 +12,7 @@ from kvhold.manager.config import ConfigError, ManagerConfig, SocketTaken
 from kvhold.manager.listener import Listener, sweep
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.server import Server
+from kvhold.manager.ssd import SsdStore
 from kvhold.protocol import SOCKET_TAKEN
 from kvhold.units import format_size
 
@@ -40,7 +41,15 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
     if config.starter_fd is not None:
         sweep(config.socket.parent)
     memory = ArenaMemory(config.dram, config.huge_pages)
-    server = Server(config, listener, memory)
+    stores = []
+    for ssd in config.ssd:
+        try:
+            stores.append(SsdStore(ssd, memory.view))
+        except ConfigError as error:
+            if config.starter_fd is None:
+                raise
+            log.error("%s; this engine's manager runs without it", error)
+    server = Server(config, listener, memory, stores)
     address = ""
     if config.http is not None:
         from kvhold.manager.http import serve_http
@@ -50,12 +59,13 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         signal.signal(number, lambda *_: server.stop())
     listener.listen()
     log.info(
-        "kvhold %s on %s: %s of DRAM%s in pages of %s%s",
+        "kvhold %s on %s: %s of DRAM%s in pages of %s%s%s",
         __version__,
         config.socket,
         format_size(memory.bytes),
         " (huge pages)" if config.huge_pages else "",
         format_size(memory.page),
+        "".join(f", {format_size(ssd.size)} of {ssd.path}" for ssd in config.ssd),
         f", {address}" if address else "",
     )
     gc.freeze()

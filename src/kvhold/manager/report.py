@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvhold import __version__
 from kvhold.manager.connection import Stage
+from kvhold.manager.limits import limits_document
 
 if TYPE_CHECKING:
     from kvhold.manager.server import Server
@@ -23,13 +24,28 @@ def report(server: Server) -> dict[str, Any]:
         "uptime_seconds": time.time() - server.started,
         "arena": {"bytes": server.memory.bytes, "populated": core.arena.total, "page": server.memory.page},
         "accounts": core.accounts(),
+        "limits": limits_document(core.common.limits),
+        "logs": [
+            {
+                "log": number,
+                "segments": len(device.log.segments) + len(device.log.free) + len(device.log.fresh),
+                "segment_bytes": device.log.segment_bytes,
+                "live_bytes": device.log.live,
+                "queued_writes": len(device.queue),
+                "ready": device.ready,
+                **(server.stores[number].report() if number in server.stores else {}),
+            }
+            for number, device in core.storage.devices.items()
+        ],
+        "io_pending": core.storage.pending,
         "limbo_bytes": core.limbo_bytes,
         "objects": core.objects,
+        "objects_in_logs_only": core.catalogue.cold,
         "evicted": core.catalogue.evicted,
         "counters": dict(core.counters),
         "spaces": [
             {
-                "namespace": index.namespace.hex(),
+                "namespace": index.namespace.name.hex(),
                 "group": index.group,
                 "objects": len(index),
                 "object_bytes": index.size,
@@ -43,7 +59,9 @@ def report(server: Server) -> dict[str, Any]:
                 "world": attachment.world,
                 "ready": attachment.ready and not attachment.broken,
                 "lost": attachment.broken,
-                "leases": len(attachment.leases),
+                "lost_seconds": (time.monotonic_ns() - attachment.since) / 1e9 if attachment.broken else 0.0,
+                "leases": len(attachment.operations),
+                "prepared_bytes": attachment.prepared,
                 "credits": sum(len(space.credits) for space in attachment.spaces.values()),
             }
             for attachment in core.attachments.values()

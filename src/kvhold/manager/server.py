@@ -8,8 +8,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -17,12 +18,16 @@ import msgspec
 from kvhold import protocol as wire
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.common import Work
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.connection import Connection, Stage
+from kvhold.manager.limits import change_limits, limits_document
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
 from kvhold.manager.report import report
+from kvhold.manager.store import Store
+from kvhold.manager.translate import event_of
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +35,45 @@ HELLO_SECONDS = 5.0
 """A client that has not introduced itself by then is let go."""
 MAX_CLIENTS = 256
 
+STORE_SECONDS = 3.0
+"""How long a manager that ends goes on writing, and then again waits for what is under way at a disk."""
+FORGET_SECONDS = 3.0
+"""How long a purge waits for disks to remember it, before whoever asked for it is told that they do not."""
+DRAIN_READS = 8
+"""Reads of one client before a deadline may pass; more wait for the next turn of the loop."""
+
+CALLS = 16
+"""Calls from other threads in one turn of the loop."""
+RECOVERING = 32
+"""Batches of recovered records that may wait for the loop."""
+
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Purge:
+    """One that is under way: what is to end before it can be called done."""
+
+    connection: Connection
+    work: set[Work]
+    forgets: set[int]  # I/Os
+    deadline: float
+    failed: bool = False
 
 
 class Server:
     """A manager of one arena on one socket. :meth:`run` ends after :meth:`stop`, or when an embedded one is alone."""
 
-    def __init__(self, config: ManagerConfig, listener: Listener, memory: ArenaMemory) -> None:
+    def __init__(
+        self, config: ManagerConfig, listener: Listener, memory: ArenaMemory, stores: Sequence[Store] = ()
+    ) -> None:
         self.config = config
         self.listener = listener
         self.memory = memory
-        self.core = Core(self.memory.page, self.memory.bytes)
-        self.core.handle(ev.Populated(1))  # the first engine's first request finds somewhere to publish
+        self.core = Core(self.memory.page, self.memory.bytes, config.limits)
+        self.stores = dict(enumerate(stores, 1))
+        # The first engine's first request finds somewhere to publish.
+        self.core.handle(ev.Populated(1), time.monotonic_ns())
         self.incarnation = secrets.randbits(62) + 1
         self.connections: dict[int, Connection] = {}
         self.started = time.time()
@@ -49,6 +81,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._next_id = 1
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._recovering = threading.BoundedSemaphore(RECOVERING)
+        self._purges: list[_Purge] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = False
         self._starter = self._watch_starter()
@@ -92,6 +126,8 @@ class Server:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
         populating = threading.Thread(target=self._populate, name="kvhold-populate", daemon=True)
         populating.start()
+        for number, store in self.stores.items():
+            store.start(number, self._from_store)
         try:
             while not self._stopping:
                 if self.config.starter_fd is not None and not self._starter and not self._engines():
@@ -101,6 +137,8 @@ class Server:
                     key.data(mask)
                 if self.core.has_work:
                     self._apply(self.core.step())
+                self._tick()
+                self._end_purges()
                 self._expire()
         finally:
             self._stopping = True
@@ -108,12 +146,69 @@ class Server:
             for connection in self.connections.values():
                 connection.close()
             populating.join(timeout=5)
+            self._write_out()
+            for store in self.stores.values():
+                store.close(STORE_SECONDS)
+
+    def _write_out(self) -> None:
+        """What waits for a disk is written before this process ends, if that goes quickly."""
+        end = time.monotonic() + STORE_SECONDS
+        while time.monotonic() < end and (self.core.has_work or self.core.storage.writing):
+            if self.core.has_work:
+                self._apply(self.core.step())
+            else:
+                self._handle(ev.Tick())
+                try:
+                    self._calls.get(timeout=0.02)()
+                except queue.Empty:
+                    pass
 
     def _patience(self) -> float | None:
         if self.core.has_work:
             return 0
         waiting = [c.deadline for c in self.connections.values() if c.stage in (Stage.PREAMBLE, Stage.HELLO)]
+        if (deadline := self.core.next_deadline) is not None:
+            waiting.append(deadline / 1e9)
+        waiting += [purge.deadline for purge in self._purges if purge.forgets]
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+
+    def _handle(self, event: ev.Event) -> None:
+        self._apply(self.core.handle(event, time.monotonic_ns()))
+
+    def _from_store(self, event: ev.Event) -> None:
+        """From a store's thread: what a log found, or that an I/O ended. Waits while too much that was found waits."""
+        if not isinstance(event, ev.Recovered):
+            self._calls.put(lambda: self._told(event))
+        else:
+
+            def recovered() -> None:
+                self._recovering.release()
+                self._handle(event)
+
+            self._recovering.acquire()
+            self._calls.put(recovered)
+        self._wake()
+
+    def _told(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Done):
+            for purge in self._purges:
+                if event.io in purge.forgets:
+                    purge.forgets.remove(event.io)
+                    purge.failed |= bool(event.failed)
+        self._handle(event)
+
+    def _tick(self) -> None:
+        """Let deadlines pass, but first take in all that was said before: it may have said that a restore began."""
+        deadline, now = self.core.next_deadline, time.monotonic_ns()
+        if deadline is None or deadline > now:
+            return
+        for connection in list(self.connections.values()):
+            for _ in range(DRAIN_READS):
+                if connection.stage is not Stage.SESSION or not self._read(connection):
+                    break
+            else:
+                return  # it says more than can be taken in now; the deadline comes again at once
+        self._apply(self.core.handle(ev.Tick(), now))
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -126,12 +221,17 @@ class Server:
 
     def _woken(self, _: int) -> None:
         os.read(self._wake_read, 4096)
-        while not self._calls.empty():
-            self._calls.get()()
+        for _ in range(CALLS):
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            call()
+        self._wake()
 
     def _populate(self) -> None:
         def added(pages: int) -> None:
-            self._calls.put(lambda: self._apply(self.core.handle(ev.Populated(pages))))
+            self._calls.put(lambda: self._handle(ev.Populated(pages)))
             self._wake()
 
         begun = time.monotonic()
@@ -193,18 +293,21 @@ class Server:
         if mask & selectors.EVENT_READ and connection.stage is not Stage.CLOSED:
             self._read(connection)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: Connection) -> bool:
+        """Handle what one read brings; whether there may be more."""
         try:
-            bodies = connection.receive()
+            bodies, more = connection.receive()
             if bodies is None:
                 self._drop(connection)
-                return
+                return False
             for body in bodies:
                 if connection.stage is Stage.CLOSED:
-                    return
+                    return False
                 self._message(connection, _decode(body))
+            return more
         except wire.ProtocolError as error:
             self._refuse(connection, str(error))
+            return False
 
     def _flush(self, connection: Connection) -> None:
         if connection.stage is Stage.CLOSED:
@@ -246,7 +349,7 @@ class Server:
         else:
             how = ev.Gone.UNKNOWN
         log.info("%s left%s", connection, "" if how is ev.Gone.SAID else f" ({how})")
-        effects = self.core.handle(ev.Left(connection.id, how))
+        effects = self.core.handle(ev.Left(connection.id, how), time.monotonic_ns())
         if connection.id not in self.core.sessions:
             self._forget(connection)
         self._apply(effects)
@@ -260,7 +363,7 @@ class Server:
             self._drop(connection)
         if connection.id in self.connections:
             log.info("%s is dead", connection)
-            effects = self.core.handle(ev.Left(connection.id, ev.Gone.DEAD))
+            effects = self.core.handle(ev.Left(connection.id, ev.Gone.DEAD), time.monotonic_ns())
             self._forget(connection)
             self._apply(effects)
 
@@ -286,11 +389,16 @@ class Server:
             case wire.Status():
                 self._send(connection, wire.StatusReply(msgspec.json.encode(report(self))))
             case wire.Purge(namespace):
-                log.info("purge of %s", namespace.hex() or "everything")
-                self._apply(self.core.handle(ev.Purge(namespace)))
-                self._send(connection, wire.Purged())
+                self._purge(connection, namespace)
+            case wire.Explain(key, op):
+                self._handle(ev.Explain(connection.id, key, op))
+            case wire.Configure(limits, quotas):
+                changed = change_limits(self.core.common.limits, limits, quotas)
+                log.info("limits changed: %s", limits_document(changed))
+                self._handle(ev.Configure(changed))
+                self._send(connection, wire.Configured(msgspec.json.encode(limits_document(changed))))
             case _:
-                self._apply(self.core.handle(_event(connection.id, message)))
+                self._handle(event_of(connection.id, message))
 
     def _hello(self, connection: Connection, hello: wire.Hello) -> None:
         if not 0 < hello.world <= 1024 or not 0 <= hello.rank < hello.world or len(hello.instance) > 256:
@@ -303,14 +411,39 @@ class Server:
             self._send(connection, wire.Welcome(self.incarnation, 0, self.memory.bytes))
             return
         joined = ev.Joined(connection.id, ev.Role(hello.role), hello.instance, hello.rank, hello.world)
-        self._apply(self.core.handle(joined))
+        self._handle(joined)
 
     def _retire(self, token: int) -> None:
         retired = self.connections.get(self._tokens.get(token, 0))
         if retired is not None and retired.stage is Stage.CLOSED:
-            effects = self.core.handle(ev.Left(retired.id, ev.Gone.SAID))
+            effects = self.core.handle(ev.Left(retired.id, ev.Gone.SAID), time.monotonic_ns())
             self._forget(retired)
             self._apply(effects)
+
+    def _purge(self, connection: Connection, namespace: bytes) -> None:
+        """Purge, and say so once nothing of it can be found any more, by this manager or the next."""
+        log.info("purge of %s", namespace.hex() or "everything")
+        effects = self.core.handle(ev.Purge(namespace), time.monotonic_ns())
+        forgets = {effect.io for effect in effects if isinstance(effect, ev.Forget)}
+        deadline = time.monotonic() + FORGET_SECONDS
+        self._purges.append(_Purge(connection, set(self.core.common.work), forgets, deadline))
+        self._apply(effects)
+
+    def _end_purges(self) -> None:
+        for purge in list(self._purges):
+            purge.work.intersection_update(self.core.common.work)
+            failed = purge.failed or (purge.forgets and purge.deadline <= time.monotonic())
+            if not failed and (purge.forgets or purge.work):
+                continue
+            self._purges.remove(purge)
+            if failed:
+                reason = (
+                    "the purge is not on every SSD: what was stored before it may be found again after a restart; see "
+                    "the manager's log, purge again once the SSD works, or stop the manager and remove its directory"
+                )
+                self._refuse(purge.connection, reason)
+            else:
+                self._send(purge.connection, wire.Purged())
 
     def _welcome(self, connection: Connection) -> None:
         token = secrets.randbits(62) + 1
@@ -321,6 +454,9 @@ class Server:
 
     def _apply(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
+            if isinstance(effect, ev.ToLog):
+                self.stores[effect.log].submit(effect)
+                continue
             connection = self.connections.get(effect.session)
             if connection is None:
                 continue
@@ -342,18 +478,42 @@ class Server:
                     if effect.note:
                         log.warning("%s: nothing can be kept: %s", connection, effect.note)
                     self._send(connection, wire.Opened(effect.space, effect.credit, effect.note))
-                case ev.Answer():
-                    answer = wire.Answer(effect.op, effect.resident, effect.offsets, effect.reason)
-                    self._send(connection, answer)
+                case ev.Answer(_, op, revision, resident, offsets, reason):
+                    self._send(connection, wire.Answer(op, revision, resident, offsets, reason))
+                case ev.Waiting(_, op, revision, objects):
+                    self._send(connection, wire.Waiting(op, revision, objects))
+                case ev.Residency(_, op, tiers):
+                    self._send(connection, wire.Residency(op, tiers))
+                case ev.Expired(_, op, revision):
+                    self._send(connection, wire.Expired(op, revision))
+                case ev.Recall(_, space, keep):
+                    self._send(connection, wire.Recall(space, keep))
+                case ev.Stalled(_, op, seconds):
+                    log.warning("%s: restore of operation %d takes longer than %d s", connection, op, seconds)
+                case ev.Explained(_, lines):
+                    self._send(connection, wire.Explained(lines))
                 case ev.Grant():
                     self._send(connection, wire.Grant(effect.space, effect.rows, effect.offsets, effect.epochs))
 
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "": (wire.Hello,),
-    "scheduler": (wire.Open, wire.Close, wire.Query, wire.Release, wire.Commit, wire.Return, wire.Retire, wire.Bye),
+    "scheduler": (
+        wire.Open,
+        wire.Close,
+        wire.Query,
+        wire.Lookup,
+        wire.Prepare,
+        wire.Started,
+        wire.Spoiled,
+        wire.Release,
+        wire.Commit,
+        wire.Return,
+        wire.Retire,
+        wire.Bye,
+    ),
     "worker": (wire.Mapped, wire.Retire, wire.Bye),
-    "admin": (wire.Status, wire.Purge),
+    "admin": (wire.Status, wire.Purge, wire.Explain, wire.Configure),
 }
 """What each role may say; who has no role yet introduces itself."""
 
@@ -363,44 +523,3 @@ def _decode(body: bytes) -> wire.ClientMessage:
         return wire.FROM_CLIENT.decode(body)
     except msgspec.DecodeError as error:
         raise wire.ProtocolError(f"malformed message: {error}") from None
-
-
-def _event(session: int, message: wire.ClientMessage) -> ev.Event:
-    """The core event of a session's message. Raises ProtocolError where packed fields do not fit each other."""
-    match message:
-        case wire.Mapped():
-            return ev.Mapped(session)
-        case wire.Query(op, space, skip, keys):
-            if skip < 0 or len(keys) > ev.MAX_QUERY_KEYS * 64:
-                raise wire.ProtocolError(f"query of {len(keys)} bytes from {skip}")
-            return ev.Query(session, op, space, skip, keys)
-        case wire.Release(ops):
-            if len(ops) > ev.MAX_QUERY_KEYS:
-                raise wire.ProtocolError(f"release of {len(ops)} operations")
-            return ev.Release(session, ops)
-        case wire.Commit(space, parent, keys, rows, epochs, shards):
-            _check_batch(rows, epochs)
-            if not rows or len(keys) % (len(rows) // 4):
-                raise wire.ProtocolError("commit whose keys do not fit its rows")
-            return ev.Commit(session, space, parent, keys, rows, epochs, shards)
-        case wire.Return(rows, epochs):
-            _check_batch(rows, epochs)
-            return ev.Return(session, rows, epochs)
-        case wire.Open(space, namespace, group, key_bytes, shards, slots):
-            if (
-                len(namespace) != 32
-                or not 0 < key_bytes <= 64
-                or slots < 0
-                or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
-            ):
-                raise wire.ProtocolError("space without a proper namespace, key length or shards")
-            return ev.Open(session, space, namespace, group, key_bytes, shards, slots)
-        case wire.Close(space):
-            return ev.Close(session, space)
-        case _:
-            raise AssertionError(message)
-
-
-def _check_batch(rows: bytes, epochs: bytes) -> None:
-    if len(rows) % 4 or len(rows) * 2 != len(epochs) or len(rows) > ev.MAX_BATCH * 4:
-        raise wire.ProtocolError(f"batch of {len(rows)} bytes of rows and {len(epochs)} of epochs")

@@ -9,13 +9,19 @@ MAX_FRAME = 4 << 20
 """Longest frame, in bytes: a query of 65,536 keys of 32 bytes fits."""
 MAX_KEYS = 65_536
 """Keys in one query."""
-VERSION = 1
+VERSION = 2
 """Version of the protocol; both sides must speak the same."""
 PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)
 """What a client sends before its first frame."""
 
 SHARD_ALIGN = 4096
 """Shards of an object start at multiples of this, and their lengths are given padded to it."""
+RESTORE_WITHIN = 30.0
+"""Seconds from a question until its restore must have been declared started; managers keep leases twice as long.
+
+A client declares it (Started), sees the message into the socket, and only then looks at its clock. A manager takes
+everything in that was sent before the lease's end before it ends it. So neither needs the other's answer.
+"""
 SOCKET_TAKEN = 3
 """Exit status of a manager whose socket another one has; to who started it: somebody was faster, attach to that."""
 

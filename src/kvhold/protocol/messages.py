@@ -51,18 +51,42 @@ class Close(_Message):
 
 class Query(_Message):
     op: int
+    revision: int
     space: int
     skip: int
     keys: bytes
+    extend: bool = False
+    ahead: bool = False
+
+
+class Lookup(_Message):
+    op: int
+    parts: tuple[tuple[int, bytes], ...]
+
+
+class Prepare(_Message):
+    op: int
+    revision: int
+    parts: tuple[tuple[int, bytes], ...]
+    ahead: bool = False
+
+
+class Started(_Message):
+    ops: tuple[int, ...]
+
+
+class Spoiled(_Message):
+    op: int
 
 
 class Release(_Message):
-    ops: tuple[int, ...]
+    ops: tuple[tuple[int, int], ...]
 
 
 class Commit(_Message):
     space: int
     parent: bytes
+    depth: int
     keys: bytes
     rows: bytes
     epochs: bytes
@@ -88,7 +112,40 @@ class Purge(_Message):
     namespace: bytes = b""
 
 
-ClientMessage = Hello | Mapped | Retire | Open | Close | Query | Release | Commit | Return | Bye | Status | Purge
+class Explain(_Message):
+    """Admin: what happened to a key, or to an operation?"""
+
+    key: bytes = b""
+    op: int = 0
+
+
+class Configure(_Message):
+    """Admin: change these limits, and the (floor, limit) of these namespaces; what is not named stays."""
+
+    limits: dict[str, float]
+    quotas: dict[bytes, tuple[int, int]]
+
+
+ClientMessage = (
+    Hello
+    | Mapped
+    | Retire
+    | Open
+    | Close
+    | Query
+    | Lookup
+    | Prepare
+    | Started
+    | Spoiled
+    | Release
+    | Commit
+    | Return
+    | Bye
+    | Status
+    | Purge
+    | Explain
+    | Configure
+)
 
 # --- manager -> client ------------------------------------------------------------------------------------------
 
@@ -125,9 +182,31 @@ class Opened(_Message):
 
 class Answer(_Message):
     op: int
+    revision: int
     resident: int
     offsets: bytes
     reason: str
+
+
+class Waiting(_Message):
+    op: int
+    revision: int
+    objects: int
+
+
+class Residency(_Message):
+    op: int
+    tiers: tuple[bytes, ...]
+
+
+class Expired(_Message):
+    op: int
+    revision: int
+
+
+class Recall(_Message):
+    space: int
+    keep: int
 
 
 class Grant(_Message):
@@ -144,10 +223,36 @@ class StatusReply(_Message):
 
 
 class Purged(_Message):
-    """The purge has begun; what was stored before it can no longer be found once it ends."""
+    """Nothing that was stored before the purge can be found any more, by this manager or by one after a crash."""
 
 
-ManagerMessage = Welcome | Refused | Ready | Settled | Opened | Answer | Grant | StatusReply | Purged
+class Explained(_Message):
+    lines: tuple[str, ...]
+
+
+class Configured(_Message):
+    """The limits that hold now, as a JSON document."""
+
+    document: bytes
+
+
+ManagerMessage = (
+    Welcome
+    | Refused
+    | Ready
+    | Settled
+    | Opened
+    | Answer
+    | Waiting
+    | Residency
+    | Expired
+    | Recall
+    | Grant
+    | StatusReply
+    | Purged
+    | Explained
+    | Configured
+)
 
 FROM_CLIENT: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
 FROM_MANAGER: msgspec.msgpack.Decoder[ManagerMessage] = msgspec.msgpack.Decoder(ManagerMessage)

@@ -4,7 +4,8 @@ import pytest
 from core_world import NAMESPACE, PAGE, SLOT, chain
 
 from kvhold.core.arena import Arena
-from kvhold.core.catalogue import Catalogue, Index, State
+from kvhold.core.catalogue import Catalogue, Index
+from kvhold.core.rows import State
 
 
 class Shelf:
@@ -25,10 +26,17 @@ class Shelf:
     def put(self, keys: list[bytes], parent: bytes = b"", index: Index | None = None) -> None:
         index = self.index if index is None else index
         for key in keys:
-            row = self.cat.take(index.size, owner=1)
+            row = self.cat.take(index)
             assert row is not None
             self.cat.insert(row, index, key, index.get(parent) if parent else None)
             parent = key
+
+    def take(self, size: int) -> int | None:
+        """A slot for something else of ``size``."""
+        index = self.cat.index(b"p" * 32, size, 8, (size,), size)
+        assert index is not None
+        index.users = 1
+        return self.cat.take(index)
 
     def rows(self, keys: list[bytes]) -> list[int]:
         rows = [self.index.get(key) for key in keys]
@@ -43,7 +51,7 @@ class Shelf:
         gone, slots = [], []
         before = {key for part in self.index.maps for key in part}
         while len(gone) < count:
-            slots.append(self.cat.take(size, owner=2))
+            slots.append(self.take(size))
             assert slots[-1] is not None
             after = {key for part in self.index.maps for key in part}
             gone += sorted(before - after, reverse=True)
@@ -91,7 +99,7 @@ def test_what_was_used_last_goes_last():
     one, two = chain(4, "1"), chain(4, "2")
     shelf.put(one)
     shelf.put(two)
-    shelf.cat.touch(shelf.rows(one))
+    shelf.cat.touch(shelf.rows(one), shelf.index)
     assert shelf.evicted(8) == two[::-1] + one[::-1]
 
 
@@ -99,10 +107,10 @@ def test_touching_part_of_a_chain_keeps_the_order_of_the_rest():
     shelf = Shelf()
     keys = chain(8)
     shelf.put(keys)
-    shelf.cat.touch(shelf.rows(keys[:3]))
+    shelf.cat.touch(shelf.rows(keys[:3]), shelf.index)
     assert shelf.evicted(8) == keys[::-1]
     shelf.put(keys)
-    shelf.cat.touch(shelf.rows([keys[6], keys[1]]))
+    shelf.cat.touch(shelf.rows([keys[6], keys[1]]), shelf.index)
     assert shelf.evicted(8) == [keys[i] for i in (7, 5, 4, 3, 2, 0, 1, 6)]
 
 
@@ -111,7 +119,7 @@ def test_touching_a_row_twice_loses_nothing():
     keys = chain(8)
     shelf.put(keys)
     for again in ([0, 1, 1], [1, 1], [0, 1, 2, 1], [2, 1, 2, 1, 0, 0]):
-        shelf.cat.touch(shelf.rows([keys[i] for i in again]))
+        shelf.cat.touch(shelf.rows([keys[i] for i in again]), shelf.index)
     assert sorted(shelf.evicted(8)) == keys
 
 
@@ -123,9 +131,9 @@ def test_touch_leaves_out_what_is_gone_or_became_something_else():
     stale = shelf.rows(keys)
     shelf.cat.remove(stale[1])
     shelf.cat.remove(stale[2])
-    credit = shelf.cat.take(SLOT, owner=1)
+    credit = shelf.take(SLOT)
     assert credit in stale
-    shelf.cat.touch(stale)
+    shelf.cat.touch(stale, shelf.index)
     shelf.cat.free(credit)
     assert shelf.evicted(6) == [*other[::-1], keys[3], keys[0]]
 
@@ -134,7 +142,6 @@ def test_the_first_row_of_all_is_evicted_like_any_other():
     shelf = Shelf(pages=1)
     keys = chain(4)
     shelf.put(keys)
-    assert shelf.rows(keys[:1]) == [0]
     assert shelf.evicted(4) == keys[::-1]
 
 
@@ -156,7 +163,7 @@ def test_when_all_is_held_there_is_no_slot_and_no_loss():
     keys = chain(8)
     shelf.put(keys)
     shelf.cat.lease(shelf.rows(keys))
-    assert shelf.cat.take(SLOT, owner=1) is None
+    assert shelf.take(SLOT) is None
     assert shelf.kept(keys) == keys
     assert (shelf.cat.bytes[State.LEASED], shelf.cat.bytes[State.CREDIT]) == (8 * SLOT, 0)
 
@@ -195,7 +202,6 @@ def test_leasing_and_releasing_nothing_is_nothing():
     cat = Catalogue(Arena(PAGE))
     cat.lease([])
     cat.release([])
-    cat.touch([])
     assert cat.bytes == [0] * len(cat.bytes)
 
 
@@ -203,7 +209,7 @@ def test_every_use_of_a_slot_has_an_epoch_of_its_own():
     shelf = Shelf(pages=1)
     epochs = set()
     for _ in range(10):
-        row = shelf.cat.take(SLOT, owner=1)
+        row = shelf.take(SLOT)
         epochs.add(shelf.cat.epoch[row])
         shelf.cat.free(row)
     assert len(epochs) == 10
@@ -260,20 +266,21 @@ def test_a_page_that_must_drain_goes_with_its_last_owner():
     shelf.put(keys)
     held = shelf.rows(keys[2:3])
     shelf.cat.lease(held)
-    assert shelf.cat.take(2 * SLOT, owner=1) is None
+    assert shelf.take(2 * SLOT) is None
     assert shelf.kept(keys) == keys[2:3]
     shelf.cat.release(held)
     assert shelf.kept(keys) == []
-    assert shelf.cat.take(2 * SLOT, owner=1) is not None
+    assert shelf.take(2 * SLOT) is not None
 
 
 def test_an_object_committed_into_a_draining_page_does_not_hold_it():
     shelf = Shelf(pages=1)
-    credit = shelf.cat.take(SLOT, owner=1)
+    credit = shelf.cat.take(shelf.index)
+    assert credit is not None
     shelf.put(chain(3))
-    assert shelf.cat.take(2 * SLOT, owner=1) is None
+    assert shelf.take(2 * SLOT) is None
     shelf.cat.insert(credit, shelf.index, b"late....", None)
-    assert shelf.cat.take(2 * SLOT, owner=1) is not None
+    assert shelf.take(2 * SLOT) is not None
 
 
 def test_one_slot_that_cannot_be_had_does_not_cost_the_whole_cache():
@@ -283,10 +290,10 @@ def test_one_slot_that_cannot_be_had_does_not_cost_the_whole_cache():
     held = shelf.rows(keys[::4])  # one in every page
     shelf.cat.lease(held)
     for _ in range(100):
-        assert shelf.cat.take(PAGE, owner=1) is None
+        assert shelf.take(PAGE) is None
     assert len(shelf.kept(keys)) >= 7 * len(keys) // 8
     shelf.cat.release(held[1:])
-    assert shelf.cat.take(PAGE, owner=1) is not None
+    assert shelf.take(PAGE) is not None
 
 
 def test_pages_held_for_long_do_not_keep_the_others_from_changing_size():
@@ -294,14 +301,14 @@ def test_pages_held_for_long_do_not_keep_the_others_from_changing_size():
     keys = chain(32 * 4)
     shelf.put(keys)
     shelf.cat.lease(shelf.rows(keys[-16 * 4 :: 4]))  # the older half of the pages is held, object by object
-    got = sum(shelf.cat.take(PAGE, owner=1) is not None for _ in range(400))
+    got = sum(shelf.take(PAGE) is not None for _ in range(400))
     assert got == 16
 
 
 def test_an_object_larger_than_what_is_there_so_far_evicts_nothing():
     shelf = Shelf(pages=2)
     shelf.put(chain(8))
-    assert shelf.cat.take(3 * PAGE, owner=1) is None
+    assert shelf.take(3 * PAGE) is None
     assert len(shelf.kept(chain(8))) == 8
 
 

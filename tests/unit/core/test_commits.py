@@ -6,8 +6,8 @@ import pytest
 from core_world import PAGE, SLOT, Slot, World, chain, offsets_of, pack, slots_of
 
 from kvhold.core import events as ev
-from kvhold.core.catalogue import State
 from kvhold.core.events import Reason, Refuse
+from kvhold.core.rows import State
 
 
 def test_a_commit_makes_objects_and_the_credits_are_topped_up():
@@ -351,8 +351,8 @@ def test_the_same_log_has_the_same_effects():
     engines[1].leave()
     replayed = World(pages=8)
     told = []
-    for event in world.log[1:]:
-        told += replayed.core.step() if event is None else replayed.core.handle(event)
+    for event, now in world.log[1:]:
+        told += replayed.core.step() if event is None else replayed.core.handle(event, now)
     assert told == world.told
     assert replayed.core.accounts() == world.core.accounts()
     assert any(isinstance(effect, ev.Grant) for effect in told)

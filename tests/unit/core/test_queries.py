@@ -1,13 +1,16 @@
 """How far can this chain be restored: what an answer says, what it leases, and when that ends."""
 
+from typing import Any
+
 import pytest
 from core_world import PAGE, SLOT, Engine, World, chain, offsets_of
 
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Reason, Refuse
+from kvhold.core.limits import Limits
 
 
-def stored(length: int = 6, **world: int) -> tuple[World, Engine, list[bytes]]:
+def stored(length: int = 6, **world: Any) -> tuple[World, Engine, list[bytes]]:
     world_ = World(**world)
     engine = world_.engine()
     keys = chain(length)
@@ -35,14 +38,14 @@ def test_an_unknown_chain_leases_nothing_and_leaves_its_operation_free():
     world, engine, keys = stored(2)
     before = world.core.accounts()
     answer = engine.query(chain(3, "b"), op=7)
-    assert answer == ev.Answer(engine.scheduler, 7, 0, b"", Reason.NOT_STORED)
+    assert answer == ev.Answer(engine.scheduler, 7, 1, 0, b"", Reason.NOT_STORED)
     assert world.core.accounts() == before
     assert engine.query(keys, op=7).resident == 2
 
 
 def test_an_empty_chain_is_answered():
     _, engine, _ = stored(1)
-    assert engine.query([]) == ev.Answer(engine.scheduler, 1000, 0, b"", Reason.NONE)
+    assert engine.query([]) == ev.Answer(engine.scheduler, 1000, 1, 0, b"", Reason.NONE)
 
 
 def test_the_answer_names_each_objects_own_slot():
@@ -118,7 +121,7 @@ def test_the_budget_cuts_an_answer_and_says_so():
     answer = engine.query(keys, op=1)
     assert (answer.resident, answer.reason) == (12, Reason.BUDGET)  # three quarters of 16 slots
     assert len(offsets_of(answer)) == 12
-    assert engine.query(keys[12:]) == ev.Answer(engine.scheduler, 1000, 0, b"", Reason.BUDGET)
+    assert engine.query(keys[12:]) == ev.Answer(engine.scheduler, 1000, 1, 0, b"", Reason.BUDGET)
     assert world.core.counters["keys_budget"] == 2 + 2
     engine.release(1)
     assert engine.query(keys[12:]).resident == 2
@@ -152,14 +155,13 @@ def test_an_unknown_space_is_detached():
     assert engine.query(keys, space=5).reason is Reason.DETACHED
 
 
-@pytest.mark.parametrize("how", ["op", "torn", "long"])
+@pytest.mark.parametrize("how", ["torn", "long"])
 def test_what_cannot_be_meant_is_refused(how: str, monkeypatch: pytest.MonkeyPatch):
     world, engine, keys = stored(3)
     engine.query(keys, op=1)
     before = world.core.accounts()
     monkeypatch.setattr(ev, "MAX_QUERY_KEYS", 3)
     event = {
-        "op": engine.query_event(keys, op=1),
         "torn": engine.query_event([*keys[:2], b"half"]),
         "long": engine.query_event([*keys, b"one more"]),
     }[how]
@@ -231,7 +233,7 @@ class TestLong:
     def test_an_operation_released_before_its_answer_can_be_used_again(self):
         world, engine, keys = stored(10)
         world.handle(engine.query_event(keys, op=1))
-        world.handle(ev.Release(engine.scheduler, (1,)))
+        world.handle(ev.Release(engine.scheduler, ((1, 1),)))
         world.handle(engine.query_event(keys[:9], op=1))
         answers = [effect for effect in world.run() if isinstance(effect, ev.Answer)]
         assert [answer.resident for answer in answers] == [9]
@@ -288,7 +290,7 @@ class TestLong:
     def test_a_long_release_frees_slice_by_slice(self):
         world, engine, keys = stored(10)
         engine.query(keys, op=1)
-        world.handle(ev.Release(engine.scheduler, (1,)))
+        world.handle(ev.Release(engine.scheduler, ((1, 1),)))
         assert world.accounts["leased"] == 6 * SLOT
         world.step()
         assert world.accounts["leased"] == 2 * SLOT
@@ -309,21 +311,19 @@ def test_a_slot_that_waits_for_a_release_is_granted_when_it_comes():
 
 
 def test_questions_beyond_what_one_engine_may_have_open_are_answered_with_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvhold.core.state.MAX_ANSWERING", 2)
     monkeypatch.setattr(ev, "MAX_BATCH", 1)
-    world, engine, keys = stored(6)
-    asked = [ev.Query(engine.scheduler, op, 0, 0, b"".join(keys)) for op in range(3)]
+    world, engine, keys = stored(6, limits=Limits(queries=2))
+    asked = [ev.Query(engine.scheduler, op, 1, 0, 0, b"".join(keys)) for op in range(3)]
     told = [effect for event in asked for effect in world.handle(event)]
     assert [(a.op, a.resident, a.reason) for a in told if isinstance(a, ev.Answer)] == [(2, 0, Reason.BUDGET)]
-    world.settle(ev.Release(engine.scheduler, (0, 1)))
+    world.settle(ev.Release(engine.scheduler, ((0, 1), (1, 1))))
     assert engine.query(keys).resident == 6
     assert world.core.attachments[1].answering == 0
 
 
-def test_leases_are_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvhold.core.state.MAX_LEASES", 1)
-    world, engine, keys = stored(2)
+def test_leases_are_counted():
+    world, engine, keys = stored(2, limits=Limits(operations=1))
     assert engine.query(keys, op=1).resident == 2
     assert engine.query(keys, op=2).reason is Reason.BUDGET
-    world.settle(ev.Release(engine.scheduler, (1,)))
+    world.settle(ev.Release(engine.scheduler, ((1, 1),)))
     assert engine.query(keys, op=2).resident == 2

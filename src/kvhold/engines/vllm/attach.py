@@ -42,4 +42,4 @@ def make_keeper(half: Half, config: "VllmConfig", settings: Settings, reads: boo
     own = embedded_path(instance_of(config))
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
     log.info_once("kvhold: without a manager on this host the engine starts its own with %s of DRAM", format_size(dram))
-    return Keeper(half, [own, default_socket()], Embedded(own, dram, settings.huge_pages), reads)
+    return Keeper(half, [own, default_socket()], Embedded(own, dram, settings.huge_pages, settings.ssd), reads)

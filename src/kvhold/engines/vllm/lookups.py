@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvhold.client.control import Control
+from kvhold.client.control import Control, Ticket
 from kvhold.engines.vllm.stats import KvHoldStats
 
 _FRESH_SECONDS = 10.0
@@ -25,7 +25,7 @@ class Lookup:
     ``resident`` is None until the question is answered; ``closed`` once it was given up, which makes it a miss.
     """
 
-    op: int
+    ticket: Ticket | None
     attachment: int
     first: int
     last: int
@@ -52,14 +52,14 @@ class Lookups:
         """
         lookup = self._current(request, first, last)
         if lookup is None:
-            lookup = self._by_request[request] = self._ask(space, first, last, hashes)
+            lookup = self._by_request[request] = self._ask(request, space, first, last, hashes)
         if lookup.closed:
             return 0
         wanted = last > first
         if lookup.resident is None and not self._take_answer(lookup, patient=wanted):
             if not wanted:
                 return 0
-            if self._patient and not self._control.overdue(lookup.op):
+            if self._patient and not self._overdue(lookup):
                 return None
             self._stats.add("answers_overdue")
             self._stats.add("tokens_missed_deadline", (last - first) * self._block_tokens)
@@ -80,7 +80,7 @@ class Lookups:
         if lookup is None or lookup.closed or lookup.attachment != self._control.attachment:
             return 0
         if lookup.resident is None and not self._take_answer(lookup, patient=True):
-            return 0 if self._control.overdue(lookup.op) else None
+            return 0 if self._overdue(lookup) else None
         return lookup.resident
 
     def settle(self, request: str) -> None:
@@ -90,26 +90,28 @@ class Lookups:
             lookup.offsets = array("Q")
             self._release(lookup)
 
-    def take(self, request: str, blocks: int) -> "tuple[int, int, array[int]] | None":
-        """(operation, first block, offsets) of a restore of ``blocks``; the caller now owns the lease. None without."""
+    def take(self, request: str, blocks: int) -> "tuple[Ticket, int, array[int]] | None":
+        """(question, first block, offsets) of a restore of ``blocks``; the caller now owns the lease. None without."""
         lookup = self._by_request.get(request)
-        if lookup is None or lookup.closed or len(lookup.offsets) < blocks:
+        if lookup is None or lookup.closed or len(lookup.offsets) < blocks or lookup.ticket is None:
             return None
-        if lookup.attachment != self._control.attachment:
+        if lookup.attachment != self._control.attachment or not self._control.start(lookup.ticket):
             return None
-        taken = lookup.op, lookup.first, lookup.offsets[:blocks]
+        taken = lookup.ticket, lookup.first, lookup.offsets[:blocks]
         lookup.offsets = array("Q")
         return taken
 
     def drop(self, request: str) -> None:
         """Give up a request's question and lease, if it has any."""
         lookup = self._by_request.pop(request, None)
-        if lookup is None or lookup.closed:
-            return
+        if lookup is not None and not lookup.closed:
+            self._count_unanswered(lookup)
+            if lookup.resident is None or lookup.offsets:
+                self._release(lookup)
+
+    def _count_unanswered(self, lookup: Lookup) -> None:
         if lookup.resident is None:
             self._stats.add("tokens_missed_cancelled", (lookup.last - lookup.first) * self._block_tokens)
-        if lookup.resident is None or lookup.offsets:
-            self._release(lookup)
 
     def drop_all(self) -> None:
         for request in list(self._by_request):
@@ -125,25 +127,33 @@ class Lookups:
         missing = not lookup.closed and lookup.resident is not None and lookup.resident < last
         if same and not (lookup.offsets and age > _FRESH_SECONDS) and not (missing and age > _FRESH_MISS_SECONDS):
             return lookup
-        self.drop(request)
         return None
 
-    def _ask(self, space: int, first: int, last: int, hashes: Sequence[bytes]) -> Lookup:
+    def _overdue(self, lookup: Lookup) -> bool:
+        return lookup.ticket is None or self._control.overdue(lookup.ticket)
+
+    def _ask(self, request: str, space: int, first: int, last: int, hashes: Sequence[bytes]) -> Lookup:
         if self._control.silent:
+            self.drop(request)
             return self._missed(first, last, "deadline")
+        former = self._by_request.pop(request, None)
+        if former is not None and not former.closed:
+            self._count_unanswered(former)
         self._stats.add("lookups", last > first)
         self._stats.add("tokens_asked", (last - first) * self._block_tokens)
-        op = self._control.ask(space, first, b"".join(hashes[:last]))
-        return Lookup(op, self._control.attachment, first, last, time.monotonic())
+        # A lease that was taken for a restore is not given up by asking anew.
+        again = former is not None and not former.closed and (former.resident is None or former.offsets)
+        ticket = self._control.ask(space, first, b"".join(hashes[:last]), former.ticket if former and again else None)
+        return Lookup(ticket, self._control.attachment, first, last, ticket.since)
 
     def _missed(self, first: int, last: int, reason: str) -> Lookup:
         self._stats.add("lookups", last > first)
         self._stats.add("tokens_asked", (last - first) * self._block_tokens)
         self._stats.add(f"tokens_missed_{reason}", (last - first) * self._block_tokens)
-        return Lookup(0, self._control.attachment, first, last, time.monotonic(), closed=True)
+        return Lookup(None, self._control.attachment, first, last, time.monotonic(), closed=True)
 
     def _take_answer(self, lookup: Lookup, patient: bool) -> bool:
-        answer = self._control.answer(lookup.op, patient)
+        answer = self._control.answer(lookup.ticket, patient) if lookup.ticket is not None else None
         if answer is None:
             return False
         lookup.resident = answer.resident
@@ -155,5 +165,5 @@ class Lookups:
         return True
 
     def _release(self, lookup: Lookup) -> None:
-        if lookup.attachment == self._control.attachment:
-            self._control.release((lookup.op,))
+        if lookup.attachment == self._control.attachment and lookup.ticket is not None:
+            self._control.release((lookup.ticket,))

@@ -5,10 +5,13 @@ has ended, whatever its outcome, the block is held by a reference in the engine'
 finish, be aborted or be preempted meanwhile. A hold never waits for the manager.
 """
 
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
 
 from kvhold.client.control import Control, Slots
 from kvhold.engines.vllm.plans import CopyReport, Publish
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+log = init_logger(__name__)
+
+STALL_SECONDS = 60
+"""A copy that takes longer is reported."""
 HOLD_SHARE = 2
 """At most one in so many of the engine's blocks is held for copies that outlive their step."""
 
@@ -41,6 +48,9 @@ class Batch:
     keys: list[bytes]
     slots: Slots
     blocks: list[int]
+    depth: int
+    since: float
+    stalled: bool = False  # and reported
     ended: dict[int, int] = field(default_factory=dict)  # bytes per object by rank, of ranks whose copy has ended
 
 
@@ -87,12 +97,23 @@ class Publishing:
 
     def plan(self, output: "SchedulerOutput", space: int, plans: list[Publish]) -> None:
         """Add to ``plans`` what the workers shall copy after this step's forward."""
+        self._watch()
         scheduled = output.num_scheduled_tokens
         for name in [name for name in self._sources if name in scheduled]:
             source = self._sources[name]
             self._plan_one(source, scheduled[name], output, space, plans)
             if not self._decode and source.done is not None and source.done >= self._limit(source.request):
                 del self._sources[name]
+
+    def _watch(self) -> None:
+        """Say so when a copy takes very long. Its blocks and slots stay: a time is no proof that nobody writes."""
+        oldest = next(iter(self._batches.values()), None)
+        if oldest is None or oldest.stalled or time.monotonic() - oldest.since < STALL_SECONDS:
+            return
+        oldest.stalled = True
+        self._stats.add("publishes_stalled")
+        text = "kvhold: publishing %d blocks takes longer than %d s; ended so far are ranks %s"
+        log.warning(text, len(oldest.blocks), STALL_SECONDS, sorted(oldest.ended))
 
     def _limit(self, request: "Request") -> int:
         """Blocks of a request that may ever be published."""
@@ -149,7 +170,9 @@ class Publishing:
         blocks = table[start : start + count]
         keys = [bytes(key) for key in hashes[start : start + count]]
         parent = bytes(hashes[start - 1]) if start else b""
-        batch = Batch(space, self._control.attachment, parent, keys, credit.take(count), blocks)
+        batch = Batch(
+            space, self._control.attachment, parent, keys, credit.take(count), blocks, start, time.monotonic()
+        )
         pool.touch([pool.blocks[block] for block in blocks])
         self._batches[self._next_batch] = batch
         self._under_way.update(keys)
@@ -177,9 +200,9 @@ class Publishing:
                 continue
             shards = tuple(batch.ended.get(rank, -1) for rank in range(len(expected)))
             if batch.space in self._control.credit and shards == expected:
-                self._control.commit(batch.space, batch.parent, batch.keys, batch.slots, shards)
+                self._control.commit(batch.space, batch.parent, batch.depth, batch.keys, batch.slots, shards)
             else:
-                self._control.give_back(batch.slots)
+                self._control.give_back(batch.space, batch.slots)
 
     def _let_go(self, number: int) -> None:
         batch = self._batches.pop(number)

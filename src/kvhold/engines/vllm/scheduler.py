@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvhold.client.channel import Channel
-from kvhold.client.control import Control, Geometry, padded
+from kvhold.client.control import Control, Geometry, Ticket, padded
+from kvhold.engines.vllm.admission import Rank, Waiting, may_ask, most_blocks, order_matters
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.identity import hashes_are_private, namespace
@@ -40,9 +41,9 @@ _READY_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Restore:
-    """A restore that workers were told of: the lease under ``op`` lives until they have ended it."""
+    """A restore that workers were told of: the lease of ``ticket`` lives until they have ended it."""
 
-    op: int
+    ticket: Ticket | None
     attachment: int
     orphan: bool = False  # its request is over
 
@@ -61,12 +62,23 @@ class SchedulerHalf:
         self._credit_wanted = 2 * max(1, config.scheduler_config.max_num_batched_tokens // self._block_tokens)
         self.stats = KvHoldStats()
         self._keeper = make_keeper(self, config, settings, reads=False)
-        self.control = Control(self._keeper, settings.step_budget_ms / 1e3, settings.answer_deadline_ms / 1e3)
+        self.control = Control(
+            self._keeper,
+            settings.step_budget_ms / 1e3,
+            settings.answer_deadline_ms / 1e3,
+            settings.read_deadline_ms / 1e3,
+        )
         patient = parallel.data_parallel_size == 1  # a deferred request keeps idle data-parallel ranks busy
         self._lookups = Lookups(self.control, self.stats, self._block_tokens, patient)
         self._publishing = Publishing(
             self.control, self.stats, self._block_tokens, settings.save_decode_cache, self._lookups.resident
         )
+        self._pool_blocks = 0  # as long as it is not known
+        self._drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        scheduling = config.scheduler_config
+        self._ordered = order_matters(scheduling.policy, scheduling.scheduler_reserve_full_isl)
+        self._waiting: dict[str, Waiting] = {}  # given blocks and not computing yet; kept only where order matters
+        self._withheld: set[str] = set()
         self._reports: dict[int, WorkerReport] = {}
         self._salt = b""
         self._geometry: Geometry | None = None
@@ -122,6 +134,7 @@ class SchedulerHalf:
 
     def bind_pool(self, pool: "BlockPool") -> None:
         self._publishing.bind(pool)
+        self._pool_blocks = pool.num_gpu_blocks - 1
 
     def _ready(self) -> int | None:
         """The space to speak of in this step, opened if it is not; None while there is nobody to speak to."""
@@ -160,6 +173,8 @@ class SchedulerHalf:
         name = request.request_id
         first = computed // self._block_tokens
         last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes), MAX_KEYS)
+        if self._pool_blocks:
+            last = min(last, most_blocks(self._pool_blocks, self._block_tokens, self._drafts))
         space = self._ready()
         if not self._restores_wanted or request.skip_reading_prefix_cache:
             first = last  # nothing to restore, but what is resident must not be published again
@@ -178,12 +193,29 @@ class SchedulerHalf:
         found = self._lookups.find(name, space, min(first, last), last, request.block_hashes)
         if found is None:
             return None, False
+        if found and self._ordered and not self._may_restore(request, computed + found * self._block_tokens):
+            if name not in self._withheld:
+                self._withheld.add(name)
+                self.stats.add("tokens_withheld", found * self._block_tokens)
+            return 0, False
         return found * self._block_tokens, found > 0
+
+    def _may_restore(self, request: "Request", end: int) -> bool:
+        """Whether a restore of ``request`` up to token ``end`` cannot stop the engine: docs/admission.md."""
+        scheduling, model = self._config.scheduler_config, self._config.model_config
+        tokens = min(request.num_tokens, end + scheduling.max_num_batched_tokens) + self._drafts
+        start = -(-min(tokens, model.max_model_len) // self._block_tokens)
+        others = [waiting for name, waiting in self._waiting.items() if name != request.request_id]
+        return may_ask(_rank(request), start, others, self._pool_blocks)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
         """The engine has given ``request`` blocks, and wants ``external`` tokens of them restored."""
         name = request.request_id
         load = None
+        if self._ordered:
+            self._waiting.pop(name, None)
+            if external > 0:
+                self._waiting[name] = Waiting(_rank(request), len(blocks.get_block_ids()[0]))
         try:
             if self._publishes_wanted and request.lora_request is None:
                 self._publishing.admit(request)
@@ -196,7 +228,7 @@ class SchedulerHalf:
             # so that the request is recomputed. Without one it would wait for ever.
             if external > 0:
                 if load is None:
-                    self._restores[name] = Restore(0, 0)
+                    self._restores[name] = Restore(None, 0)
                 self._loads.append(load or Load(name, [], array("Q")))
 
     def _begin_restore(self, name: str, table: list[int], external: int) -> Load | None:
@@ -204,8 +236,8 @@ class SchedulerHalf:
         taken = self._lookups.take(name, blocks) if not rest else None
         if taken is None:
             return None
-        op, first, offsets = taken
-        self._restores[name] = Restore(op, self.control.attachment)
+        ticket, first, offsets = taken
+        self._restores[name] = Restore(ticket, self.control.attachment)
         return Load(name, list(table[first : first + blocks]), offsets)
 
     def finished(self, request: "Request") -> None:
@@ -214,6 +246,8 @@ class SchedulerHalf:
         self._lookups.drop(name)
         self._publishing.forget(name)
         self._failed.discard(name)
+        self._waiting.pop(name, None)
+        self._withheld.discard(name)
         if name in self._restores:
             self._restores[name].orphan = True
 
@@ -237,13 +271,15 @@ class SchedulerHalf:
 
     def took_output(self, output: "KVConnectorOutput") -> None:
         """Workers have ended restores and publishes."""
-        ended: list[int] = []
+        ended: list[Ticket] = []
         for name in output.finished_recving or ():
             restore = self._restores.pop(name, None)
             if restore is None:
                 continue
-            if restore.op and restore.attachment == self.control.attachment:
-                ended.append(restore.op)
+            if restore.ticket is not None and restore.attachment == self.control.attachment:
+                ended.append(restore.ticket)
+                if name in output.failed_recving:
+                    self.control.spoiled(restore.ticket)
             if name in output.failed_recving and not restore.orphan:
                 self._failed.add(name)
         report = output.kv_connector_worker_meta
@@ -273,3 +309,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         self._keeper.stop(self.control.bye)
+
+
+def _rank(request: "Request") -> Rank:
+    return request.priority, request.arrival_time, request.request_id

@@ -12,12 +12,24 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
-MISSES = ("not_stored", "budget", "detached", "deadline", "load_failed", "lora", "cancelled")
+MISSES = (
+    "not_stored",
+    "budget",
+    "too_large",
+    "detached",
+    "deadline",
+    "read_failed",
+    "out_of_service",
+    "load_failed",
+    "lora",
+    "cancelled",
+)
 
 METRICS = {
     "lookups": "Requests that asked for their prefix.",
     "tokens_asked": "Prompt tokens asked for, beyond the engine's own hit.",
     "tokens_hit": "Of those, tokens that a restore was planned for.",
+    "tokens_withheld": "Of those, tokens computed all the same, because restoring them could stop the engine's queue.",
     **{f"tokens_missed_{reason}": f"Of those, tokens missed for the reason {reason}." for reason in MISSES},
     "loads": "Restores that ended.",
     "load_failures": "Of those, restores that failed; their requests were recomputed.",
@@ -27,6 +39,7 @@ METRICS = {
     "publish_failures": "Of those, batches that failed.",
     "publish_bytes": "Bytes published, over all ranks.",
     "publish_seconds": "Seconds that publishes took.",
+    "publishes_stalled": "Publish batches that took longer than a minute.",
     "blocks_published": "Blocks handed to the manager.",
     "blocks_without_credit": "Blocks not published when they were ready, for lack of granted slots.",
     "blocks_over_hold_budget": "Blocks not published when they were ready, for too many held blocks.",

@@ -1,0 +1,84 @@
+"""What the parts of the core have in common."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from struct import unpack
+from typing import Generic, TypeVar
+
+from kvhold.core.arena import Arena
+from kvhold.core.catalogue import Catalogue
+from kvhold.core.events import Effect
+from kvhold.core.limits import Limits
+from kvhold.core.sessions import Attachment, Session
+from kvhold.core.story import Story
+
+T = TypeVar("T")
+
+Work = Iterator[list[Effect]]
+"""Work in slices, each of which costs about one batch."""
+
+
+def split(keys: bytes, width: int) -> tuple[bytes, ...]:
+    return unpack(f"{width}s" * (len(keys) // width), keys)
+
+
+class Common:
+    """State that more than one part changes. ``capacity`` is the arena's final size in bytes."""
+
+    def __init__(self, page: int, capacity: int, limits: Limits) -> None:
+        self.capacity = capacity
+        self.now = 0
+        self.arena = Arena(page)
+        self.story = Story()
+        self.catalogue = Catalogue(self.arena, self.story, limits)
+        self.counters: Counter[str] = Counter()
+        self.attachments: dict[int, Attachment] = {}
+        self.sessions: dict[int, Session] = {}
+        self.work: deque[Work] = deque()
+
+    @property
+    def limits(self) -> Limits:
+        return self.catalogue.limits
+
+    def start(self, work: Work) -> list[Effect]:
+        """The first slice of ``work``; the rest waits for its turn."""
+        effects = next(work, None)
+        if effects is None:
+            return []
+        self.work.append(work)
+        return effects
+
+    def speaker(self, session_id: int) -> Attachment | None:
+        """The attachment of a scheduler session that may decide for it."""
+        session = self.sessions.get(session_id)
+        if session is None or not session.decides or session.attachment.broken:
+            return None
+        return session.attachment
+
+
+class Timer(Generic[T]):
+    """What ends a certain time after it began: the same for all of them, so that they are in order as they come."""
+
+    def __init__(self) -> None:
+        self._begun: dict[T, int] = {}
+
+    def begin(self, what: T, now: int) -> None:
+        self._begun.pop(what, None)
+        self._begun[what] = now
+
+    def end(self, what: T) -> None:
+        self._begun.pop(what, None)
+
+    @property
+    def oldest(self) -> int | None:
+        """When what has waited longest began."""
+        return next(iter(self._begun.values()), None)
+
+    def overdue(self, before: int) -> T | None:
+        """Take out what began longest ago if it began by ``before``."""
+        for what, begun in self._begun.items():
+            if begun > before:
+                return None
+            del self._begun[what]
+            return what
+        return None

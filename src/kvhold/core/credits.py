@@ -1,0 +1,240 @@
+"""Slots granted in advance, so that publishing needs no round trip: granted, committed, returned, recalled.
+
+A credit is anonymous: what it holds is not an object until a commit says so of all its shards. Every open space gets
+the same share of what may be granted; who holds more than that after others came is asked to return what it can spare.
+"""
+
+from array import array
+
+from kvhold.core import events as ev
+from kvhold.core.arena import align
+from kvhold.core.common import Common, Work, split
+from kvhold.core.events import Effect
+from kvhold.core.rows import State
+from kvhold.core.sessions import Attachment, Space
+from kvhold.core.storage import Storage
+from kvhold.core.story import Kind, fingerprint
+
+
+class Credits:
+    def __init__(self, common: Common, storage: Storage) -> None:
+        self._common = common
+        self._catalogue = common.catalogue
+        self._storage = storage
+        self._hungry: dict[tuple[int, int], None] = {}
+        self._freed = -1  # what had given way, ever, when credits were last looked for
+        self._passed = 0  # and what had been looked at in vain when that last changed
+        self._spaces = 0  # open ones that want credits, of all engines
+
+    # --- spaces -------------------------------------------------------------------------------------------------
+
+    def open(self, event: ev.Open) -> list[Effect]:
+        attachment = self._common.speaker(event.session)
+        if attachment is None:
+            return []
+        size = align(sum(map(align, event.shards)))
+        if len(attachment.spaces) >= self._common.limits.spaces:
+            return [ev.Refuse(event.session, f"more than {self._common.limits.spaces} spaces are open")]
+        if event.space in attachment.spaces or not event.key_bytes or len(event.shards) != attachment.world or not size:
+            return [ev.Refuse(event.session, f"space {event.space} opened twice or without geometry")]
+        index = self._catalogue.index(event.namespace, event.group, event.key_bytes, event.shards, size)
+        if index is None:
+            return [ev.Refuse(event.session, "the same namespace is known with another geometry")]
+        index.users += 1
+        note = ""
+        if size > self._common.capacity:
+            note = f"one object has {size} bytes, more than the whole arena of {self._common.capacity}"
+        space = attachment.spaces[event.space] = Space(index, 0 if note else event.slots)
+        self._spaces += space.want > 0
+        opened = ev.Opened(event.session, event.space, self.target(space), note)
+        return [opened, *self.share()]
+
+    def close(self, event: ev.Close) -> list[Effect]:
+        attachment = self._common.speaker(event.session)
+        space = attachment.spaces.get(event.space) if attachment else None
+        if attachment is None or space is None:
+            return []
+        self._unwant(space)
+        self._drop_if_closed(attachment, event.space)
+        return self.share()
+
+    def _unwant(self, space: Space) -> None:
+        self._spaces -= space.want > 0
+        space.want = 0
+
+    def _drop_if_closed(self, attachment: Attachment, number: int) -> None:
+        space = attachment.spaces[number]
+        if space.want == 0 and not space.credits:
+            del attachment.spaces[number]
+            self._hungry.pop((attachment.id, number), None)
+            self._leave(space)
+
+    def _leave(self, space: Space) -> None:
+        space.index.users -= 1
+        self._catalogue.drop_index_if_idle(space.index)
+
+    def lost(self, attachment: Attachment) -> list[Effect]:
+        """The attachment decides nothing any more; what was granted to it may still be written."""
+        for space in attachment.spaces.values():
+            self._unwant(space)
+            for row in space.credits:
+                self._catalogue.move(row, State.LIMBO)
+        return self.share()
+
+    def detach(self, attachment: Attachment) -> list[int]:
+        """Take away what an attachment has open; the credits that it held, which are still to be freed."""
+        credits = [row for space in attachment.spaces.values() for row in space.credits]
+        for space in attachment.spaces.values():
+            self._leave(space)
+        attachment.spaces.clear()
+        return credits
+
+    # --- grants -------------------------------------------------------------------------------------------------
+
+    def target(self, space: Space) -> int:
+        """Credits that a space should hold now. Two spaces' share is kept even while there is one."""
+        share = int(self._common.limits.credit_share * self._common.capacity) // max(2, self._spaces)
+        return min(space.want, max(1, share // space.index.size))
+
+    def share(self) -> list[Effect]:
+        """Shares have changed: some want more now, some have too much."""
+        effects: list[Effect] = []
+        for attachment in self._common.attachments.values():
+            scheduler = attachment.scheduler
+            if attachment.broken or scheduler is None:
+                continue
+            for number, space in attachment.spaces.items():
+                target = self.target(space)
+                if len(space.credits) < target:
+                    self._want(attachment, number)
+                elif len(space.credits) > target and space.want:
+                    effects.append(ev.Recall(scheduler.id, number, target))
+        return effects
+
+    def feed(self) -> list[Effect]:
+        """Top credits up, at most one batch an event and for about as many evictions; the rest is left as work.
+
+        What cannot be had now is tried again when something gave way, or until all that is held was looked at.
+        """
+        if not self._hungry:
+            return []
+        if self._freed != self._catalogue.freed:
+            self._passed = self._catalogue.recency.passed
+        elif self._catalogue.recency.passed - self._passed > len(self._catalogue.state):
+            return []
+        effects: list[Effect] = []
+        catalogue, budget, more = self._catalogue, ev.MAX_BATCH, False
+        for attachment_id, number in list(self._hungry):
+            attachment = self._common.attachments.get(attachment_id)
+            scheduler = attachment.scheduler if attachment else None
+            if attachment is None or attachment.broken or scheduler is None:
+                del self._hungry[attachment_id, number]
+                continue
+            space = attachment.spaces[number]
+            rows: list[int] = []
+            missing = max(0, self.target(space) - len(space.credits))
+            cost = catalogue.cost + ev.MAX_BATCH
+            while len(rows) < missing:
+                if len(rows) == budget or catalogue.cost >= cost:
+                    more = True
+                    break
+                row = catalogue.take(space.index)
+                if row is None:
+                    break
+                rows.append(row)
+            if len(rows) == missing:
+                del self._hungry[attachment_id, number]
+            if rows:
+                budget -= len(rows)
+                space.credits.update(rows)
+                effects.append(
+                    ev.Grant(
+                        scheduler.id,
+                        number,
+                        array("I", rows).tobytes(),
+                        array("Q", [catalogue.offset[row] for row in rows]).tobytes(),
+                        array("Q", [catalogue.epoch[row] for row in rows]).tobytes(),
+                    )
+                )
+        self._freed = catalogue.freed
+        if more:
+            self._common.work.append(self._feed_on())
+        return effects
+
+    def _feed_on(self) -> Work:
+        yield self.feed()
+
+    def _want(self, attachment: Attachment, number: int) -> None:
+        self._hungry[attachment.id, number] = None
+        self._freed = -1
+
+    # --- commits ------------------------------------------------------------------------------------------------
+
+    def commit(self, event: ev.Commit) -> list[Effect]:
+        attachment, counters = self._common.speaker(event.session), self._common.counters
+        if attachment is None:
+            counters["stale"] += len(event.rows) // 4
+            return []
+        space = attachment.spaces.get(event.space)
+        whole = space is not None and len(event.keys) * 4 == len(event.rows) * space.index.key_bytes
+        if space is None or not whole or event.shards != space.index.shards:
+            return [ev.Refuse(event.session, f"commit to space {event.space} without all of its shards")]
+        catalogue, index, credits, limit = self._catalogue, space.index, space.credits, self._common.limits.max_objects
+        stored: list[int] = []
+        parent = index.get(event.parent) if event.parent else None
+        before = event.parent
+        keys = split(event.keys, index.key_bytes)
+        for depth, (key, row, epoch) in enumerate(
+            zip(keys, array("I", event.rows), array("Q", event.epochs), strict=True), event.depth
+        ):
+            known = index.get(key)
+            if row not in credits or catalogue.epoch[row] != epoch:
+                counters["stale"] += 1
+                parent, before = known, key
+                continue
+            credits.discard(row)
+            if known is not None and catalogue.state[known] != State.COLD:
+                self._common.story.note(Kind.DUPLICATE, fingerprint(key), index.id, row, epoch)
+                catalogue.free(row)
+                counters["duplicates"] += 1
+                self._storage.write(known, before, depth)
+                parent = known
+            elif known is not None:
+                catalogue.replace(row, known, parent)
+                stored.append(known)
+                parent = known
+            elif catalogue.objects >= limit and not catalogue.forget_one():
+                catalogue.free(row)
+                counters["over_max_objects"] += 1
+                parent = None
+            else:
+                catalogue.insert(row, index, key, parent)
+                catalogue.note(Kind.STORED, row)
+                stored.append(row)
+                parent = row
+                self._storage.write(row, before, depth)
+            before = key
+        counters["commits"] += len(stored)
+        catalogue.vacate(stored)
+        if len(credits) < self.target(space):
+            self._want(attachment, event.space)
+        self._drop_if_closed(attachment, event.space)
+        return []
+
+    def give_back(self, event: ev.Return) -> list[Effect]:
+        attachment = self._common.speaker(event.session)
+        if attachment is None:
+            return []
+        for row, epoch in zip(array("I", event.rows), array("Q", event.epochs), strict=True):
+            number = next((n for n, space in attachment.spaces.items() if row in space.credits), None)
+            if number is None or self._catalogue.epoch[row] != epoch:
+                self._common.counters["stale"] += 1
+                continue
+            space = attachment.spaces[number]
+            space.credits.discard(row)
+            self._catalogue.free(row)
+            self._common.counters["returns"] += 1
+            if len(space.credits) < self.target(space):
+                self._want(attachment, number)
+            self._drop_if_closed(attachment, number)
+        return []

@@ -1,0 +1,57 @@
+"""Every budget of the core in one place. All of them may be changed while it runs, also below what is in use."""
+
+from dataclasses import dataclass, field
+
+SECOND = 1_000_000_000
+
+
+@dataclass(slots=True, frozen=True)
+class Quota:
+    """What one namespace is sure of, and what it may not exceed, in slot bytes of the arena."""
+
+    floor: int = 0
+    limit: int = 1 << 62  # none
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Limits:
+    """Shares are of the arena; times are nanoseconds."""
+
+    prepared_share: float = 0.75
+    """Bytes that are leased or on their way from a log, of all engines. The rest is kept for publishing."""
+    engine_share: float = 0.75
+    """The same of one engine, counting what it shares with others in full."""
+    speculative_share: float = 0.25
+    """Of each of the two, what questions asked ahead of need may take."""
+    credit_share: float = 0.25
+    """Bytes granted to publish into, of all engines together."""
+    lost_share: float = 0.5
+    """Bytes whose owners are lost but not proved dead; above it no new engine is let in."""
+    max_objects: int = 32_000_000
+    """Objects that are known, in DRAM or in a log. Each takes about 250 bytes of the manager's own memory."""
+    queries: int = 64
+    """Questions of one engine that wait for an answer."""
+    all_queries: int = 1024
+    operations: int = 4096
+    """Questions of one engine that are answered and not given up."""
+    spaces: int = 64
+    read_bytes: int = 256 << 20
+    """Bytes being read from logs at once."""
+    write_batch: int = 16 << 20
+    """Bytes of one write to a log; there is one at a time per log."""
+    write_queue: int = 65_536
+    """Objects that wait to be written; further ones are not."""
+    write_rate: int = 0
+    """Bytes a second written to each log; 0 is no limit."""
+    second_touch: bool = False
+    """Write an object only when it is stored for the second time."""
+    answer_ns: int = 2 * SECOND
+    """How long an answer may wait for reads; then what is there is the answer."""
+    lease_ns: int = 60 * SECOND
+    """How long an answered lease is kept for a restore to start. Clients give up after a fraction of it."""
+    stall_ns: int = 60 * SECOND
+    """A restore, or a read, that takes longer is reported."""
+    retry_ns: int = 10 * SECOND
+    """How long a log is left alone after repeated errors."""
+    quotas: dict[bytes, Quota] = field(default_factory=dict)
+    """By namespace."""

@@ -1,0 +1,514 @@
+"""Questions and what they hold: match, lease, wait for reads, answer; and every way in which that can end.
+
+An operation is one request's question, a revision one set of its inputs. It is answered once. What it leased is given
+up by its owner's word, by a newer revision, with its owner's death, or, as long as no restore was declared started,
+by time.
+"""
+
+from collections.abc import Sequence
+
+from kvhold.core import events as ev
+from kvhold.core.common import Common, Timer, Work, split
+from kvhold.core.events import Effect, Reason
+from kvhold.core.rows import State
+from kvhold.core.sessions import Attachment, Operation, Part, Phase
+from kvhold.core.storage import Storage
+from kvhold.core.story import Kind, fingerprint
+
+_REASONS = list(Reason)
+
+
+class Queries:
+    def __init__(self, common: Common) -> None:
+        self.storage = Storage(common, self._arrived)
+        self.answering = 0
+        self.ahead = 0  # bytes held ahead of need
+        self._common = common
+        self._catalogue = common.catalogue
+        self._waiters: dict[int, dict[Operation, int]] = {}  # by row that is LOADING: how often each names it
+        self._answers: Timer[Operation] = Timer()
+        self._leases: Timer[Operation] = Timer()
+        self._restores: Timer[Operation] = Timer()
+
+    # --- asking -------------------------------------------------------------------------------------------------
+
+    def query(self, event: ev.Query) -> Work:
+        """Match the chain in slices, leasing as it goes; answer; then mark it as used just now, its end first."""
+        opened = self._open(event, exact=False)
+        if not isinstance(opened, Operation):
+            yield opened
+            return
+        operation, former = opened, None
+        space = operation.attachment.spaces[event.space]
+        width, index, maps = space.index.key_bytes, space.index, space.index.maps
+        part = Part(index, event.skip)
+        keys, reason = event.keys, Reason.NONE
+        if event.extend:
+            former = operation.attachment.operations.get(event.op)
+            if former is None or former.exact or former.parts[0].index is not index:
+                former = None  # it was answered with nothing, or is no chain of this space
+                keys, reason = b"", Reason.NOT_STORED
+            elif former.reason:
+                keys, reason = b"", former.reason
+            elif former.phase is Phase.MATCHING:
+                matched = len(former.parts[0].rows) - (former.asked - len(former.keys) // width)
+                keys = former.keys[matched * width :] + keys
+        replaced = self._replace(operation, [part], former)
+        known = len(part.rows)
+        operation.keys, operation.reason = keys, reason
+        operation.asked = known + len(keys) // width
+        if replaced is not None:
+            yield replaced
+        self._note(operation, Kind.ASKED, operation.asked)
+        for start in range(known, operation.asked, ev.MAX_BATCH):
+            if operation.phase is Phase.OVER or operation.attachment.broken:
+                return  # who ended it ends its leases
+            found: list[int] = []
+            first = start - known
+            try:
+                for key in split(keys[first * width : (first + ev.MAX_BATCH) * width], width):
+                    found.append(maps[key[-1]][key])
+            except KeyError:
+                reason = Reason.NOT_STORED
+                position = start + len(found)
+                self._common.story.note(Kind.MISSING, fingerprint(key), index.id, operation.id, position)
+            ahead = max(0, part.skip - start)
+            held, short = self._hold(operation, part, found[ahead:])
+            part.rows += found[: ahead + held]
+            reason = short or reason
+            if reason or start + ev.MAX_BATCH >= operation.asked:
+                break
+            yield []
+        if operation.phase is Phase.OVER or operation.attachment.broken:
+            return
+        operation.keys = b""
+        rows = part.rows
+        yield self._matched(operation, reason)
+        for end in range(len(rows), 0, -ev.MAX_BATCH):
+            start = max(0, end - ev.MAX_BATCH)
+            self._catalogue.touch(rows[start:end], index)
+            self.storage.touched(rows, start, end)
+            if start:
+                yield []
+
+    def prepare(self, event: ev.Prepare) -> Work:
+        """Lease exactly these objects, part by part; the first that cannot be had ends it."""
+        opened = self._open(event, exact=True)
+        if not isinstance(opened, Operation):
+            yield opened
+            return
+        operation = opened
+        spaces = operation.attachment.spaces
+        work = [(spaces[number].index, keys) for number, keys in event.parts]
+        replaced = self._replace(operation, [], None)
+        if replaced is not None:
+            yield replaced
+        operation.asked = sum(len(keys) // index.key_bytes for index, keys in work)
+        self._note(operation, Kind.ASKED, operation.asked)
+        demand = sum(len(keys) // index.key_bytes * index.size for index, keys in work)
+        reason = self._too_large(operation, demand)
+        for index, keys in work:
+            part = Part(index)
+            operation.parts.append(part)
+            for start in range(0, len(keys), ev.MAX_BATCH * index.key_bytes):
+                if reason or operation.phase is Phase.OVER or operation.attachment.broken:
+                    break
+                batch = split(keys[start : start + ev.MAX_BATCH * index.key_bytes], index.key_bytes)
+                found = [row for key in batch if (row := index.get(key)) is not None]
+                if len(found) == len(batch):
+                    held, reason = self._hold(operation, part, found)
+                    part.rows += found[:held]
+                else:
+                    reason = Reason.NOT_STORED
+                    missing = next(key for key in batch if index.get(key) is None)
+                    self._common.story.note(Kind.MISSING, fingerprint(missing), index.id, operation.id, start)
+                yield []
+        if operation.phase is Phase.OVER or operation.attachment.broken:
+            return
+        parts = [(part.rows, part.index) for part in operation.parts]
+        yield self._matched(operation, reason)
+        for rows, index in parts:
+            for end in range(len(rows), 0, -ev.MAX_BATCH):
+                start = max(0, end - ev.MAX_BATCH)
+                self._catalogue.touch(rows[start:end], index)
+                self.storage.touched(rows, start, end)
+                yield []
+
+    def lookup(self, event: ev.Lookup) -> Work:
+        """Where the keys are. Changes nothing."""
+        attachment = self._common.speaker(event.session)
+        if attachment is not None and (wrong := self._nonsense(attachment, event.op, event.parts)):
+            yield [ev.Refuse(event.session, wrong)]
+            return
+        tiers: list[bytes] = []
+        for number, keys in event.parts:
+            space = attachment.spaces.get(number) if attachment is not None and attachment.ready else None
+            if space is None:
+                tiers.append(b"")
+                continue
+            index, state, here = space.index, self._catalogue.state, bytearray()
+            for start in range(0, len(keys), ev.MAX_BATCH * index.key_bytes):
+                for key in split(keys[start : start + ev.MAX_BATCH * index.key_bytes], index.key_bytes):
+                    row = index.get(key)
+                    here.append(0 if row is None else 1 if state[row] <= State.LEASED else 2)
+                yield []
+            tiers.append(bytes(here))
+        yield [ev.Residency(event.session, event.op, tuple(tiers))]
+
+    def _open(self, event: ev.Query | ev.Prepare, exact: bool) -> Operation | list[Effect]:
+        """A new operation for an event that makes sense and is within budget; else what to say to it."""
+        common, limits = self._common, self._common.limits
+        attachment = common.speaker(event.session)
+        parts = ((event.space, event.keys),) if isinstance(event, ev.Query) else event.parts
+        spaces = [attachment.spaces.get(number) for number, _ in parts] if attachment is not None else []
+        common.counters["queries"] += 1
+        if attachment is None or not attachment.ready or None in spaces:
+            return [ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.DETACHED)]
+        if wrong := self._nonsense(attachment, event.op, parts):
+            return [ev.Refuse(event.session, wrong)]
+        former = attachment.operations.get(event.op)
+        if former is not None and former.revision >= event.revision:
+            common.counters["stale"] += 1
+            return []
+        if former is not None and former.phase is Phase.STARTED:
+            return [ev.Refuse(event.session, f"operation {event.op} is being restored and cannot be asked anew")]
+        replaced, pending = former is not None, former is not None and former.phase < Phase.ANSWERED
+        crowded = attachment.answering - pending >= limits.queries or self.answering - pending >= limits.all_queries
+        if crowded or len(attachment.operations) - replaced >= limits.operations:
+            asked = sum(len(keys) // attachment.spaces[number].index.key_bytes for number, keys in parts)
+            common.counters["keys_asked"] += asked
+            common.counters["keys_budget"] += asked
+            answer = ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.BUDGET)
+            return [*(self._end(former, Kind.SUPERSEDED) if former else []), answer]
+        return Operation(attachment, event.session, event.op, event.revision, exact, event.ahead)
+
+    @staticmethod
+    def _nonsense(attachment: Attachment, op: int, parts: Sequence[tuple[int, bytes]]) -> str:
+        """What is wrong with keys that cannot be meant; nothing is said of spaces that are not open."""
+        asked = 0
+        for number, keys in parts:
+            space = attachment.spaces.get(number)
+            count, torn = divmod(len(keys), space.index.key_bytes) if space is not None else (0, 0)
+            asked += count
+            if torn:
+                return f"operation {op}: keys are torn"
+        return f"operation {op} names {asked} keys, more than {ev.MAX_QUERY_KEYS}" if asked > ev.MAX_QUERY_KEYS else ""
+
+    def _replace(self, operation: Operation, parts: list[Part], extended: Operation | None) -> list[Effect] | None:
+        """Take the place of a former revision, if any, after leasing what it matched if that is extended."""
+        attachment = operation.attachment
+        former = attachment.operations.get(operation.id)
+        attachment.answering += 1
+        self.answering += 1
+        operation.parts = parts
+        if extended is not None:
+            part, old = parts[0], extended.parts[0]
+            part.skip = max(part.skip, old.skip)
+            part.rows = list(old.rows)
+            leased = part.leased
+            for row in leased:
+                if row in self._waiters:
+                    self._wait_for(operation, row)
+            operation.spoiled |= extended.spoiled
+            self._catalogue.lease(leased)
+            operation.offsets.extend([self._catalogue.offset[row] for row in leased])
+            charged = extended.charged
+            self._charge(extended, -charged)
+            self._charge(operation, min(charged, len(leased) * part.index.size))
+        attachment.operations[operation.id] = operation
+        return self._end(former, Kind.SUPERSEDED) if former is not None else None
+
+    def _hold(self, operation: Operation, part: Part, rows: Sequence[int]) -> tuple[int, Reason]:
+        """Lease ``rows``, and have those read that are in a log alone, as far as that goes from the first on.
+
+        Who brings bytes under lease pays for them; what somebody holds already costs nothing.
+        """
+        size, room, reason = part.index.size, self._room(operation), Reason.NONE
+        if len(rows) * size > room and (count := self._affordable(rows, size, room)) < len(rows):
+            rows, reason = rows[:count], Reason.BUDGET
+            if operation.exact:
+                return 0, reason  # nothing is read for what cannot be had whole
+        if not self._catalogue.cold and not self._catalogue.bytes[State.LOADING]:
+            cost = self._catalogue.lease(rows)
+        else:
+            rows, short, cost = self._hold_cold(operation, rows)
+            reason = short or reason
+        self._charge(operation, cost)
+        offset = self._catalogue.offset
+        operation.offsets.extend([offset[row] for row in rows])
+        return len(rows), reason
+
+    def _hold_cold(self, operation: Operation, rows: Sequence[int]) -> tuple[Sequence[int], Reason, int]:
+        """The same where some may have to be read: those that are held now, why not the others, and the bytes."""
+        catalogue, storage, state = self._catalogue, self.storage, self._catalogue.state
+        warm = [position for position, row in enumerate(rows) if state[row] != State.COLD]
+        cost = catalogue.lease([rows[position] for position in warm])  # before room is made for the others
+        reason = Reason.NONE
+        for position in sorted(set(range(len(rows))).difference(warm)) if len(warm) < len(rows) else ():
+            row = rows[position]
+            if state[row] == State.COLD:
+                if not storage.readable(row):
+                    reason = Reason.NOT_STORED
+                elif not storage.in_service(row):
+                    reason = Reason.OUT_OF_SERVICE
+                elif not catalogue.fill(row):
+                    reason = Reason.BUDGET
+                else:
+                    storage.read(row)
+                    cost += catalogue.size[row]
+            if reason:
+                catalogue.release([rows[later] for later in warm if later > position])
+                rows = rows[:position]
+                cost = min(cost, sum(catalogue.size[row] for row in rows))
+                break
+            catalogue.lease([row])
+        for row in rows:
+            if state[row] == State.LOADING:
+                self._wait_for(operation, row)
+        return rows, reason, cost
+
+    def _wait_for(self, operation: Operation, row: int) -> None:
+        waiting = self._waiters.setdefault(row, {})
+        waiting[operation] = waiting.get(operation, 0) + 1
+        operation.missing += 1
+        operation.read.append(row)
+
+    def _wait_no_more(self, operation: Operation, row: int) -> None:
+        waiting = self._waiters.get(row, {})
+        waiting.pop(operation, None)
+        if not waiting:  # when it is waited for again, the row may be another object's
+            self._waiters.pop(row, None)
+
+    # --- budgets ------------------------------------------------------------------------------------------------
+
+    def _charge(self, operation: Operation, size: int) -> None:
+        operation.charged += size
+        operation.attachment.prepared += size
+        if operation.ahead:
+            operation.attachment.ahead += size
+            self.ahead += size
+
+    def _room(self, operation: Operation) -> int:
+        """Bytes that this operation may bring under lease beyond what is, by all budgets."""
+        limits, total, states = self._common.limits, self._common.arena.total, self._catalogue.bytes
+        held = states[State.LEASED] + states[State.DOOMED] + states[State.LOADING]
+        all_may, own_may = limits.prepared_share * total, limits.engine_share * total
+        room = min(int(all_may) - held, int(own_may) - operation.attachment.prepared)
+        if operation.ahead:
+            share = limits.speculative_share
+            room = min(room, int(share * all_may) - self.ahead, int(share * own_may) - operation.attachment.ahead)
+        return room
+
+    def _affordable(self, rows: Sequence[int], size: int, room: int) -> int:
+        """How many leading ones of ``rows`` may be held for ``room`` bytes beyond what is held by anybody."""
+        state = self._catalogue.state
+        for position, row in enumerate(rows):
+            if state[row] in (State.RESIDENT, State.COLD):
+                room -= size
+                if room < 0:
+                    return position
+        return len(rows)
+
+    def _too_large(self, operation: Operation, demand: int) -> Reason:
+        """Why so many bytes can never be had all at once."""
+        limits, total = self._common.limits, self._common.arena.total
+        share = limits.speculative_share if operation.ahead else 1.0
+        if demand > share * min(limits.engine_share, limits.prepared_share) * total:
+            return Reason.TOO_LARGE
+        return Reason.NONE
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def _matched(self, operation: Operation, reason: Reason) -> list[Effect]:
+        """All that can be had is leased or on its way."""
+        operation.reason = reason
+        if operation.missing and not (operation.exact and reason):
+            operation.phase = Phase.WAITING
+            self._answers.begin(operation, self._common.now)
+            self._note(operation, Kind.WAITING, operation.missing)
+            return [ev.Waiting(operation.session, operation.id, operation.revision, operation.missing)]
+        return self._conclude(operation, reason)
+
+    def _arrived(self, rows: Sequence[tuple[int, bool]]) -> list[Effect]:
+        effects: list[Effect] = []
+        for row, good in rows:
+            for operation, times in self._waiters.pop(row, {}).items():
+                operation.missing -= times
+                if not good:
+                    operation.spoiled.add(row)
+                if not operation.missing and operation.phase is Phase.WAITING:
+                    effects += self._conclude(operation, operation.reason)
+        return effects
+
+    def _conclude(self, operation: Operation, reason: Reason) -> list[Effect]:
+        """Answer with what is there now, and let go of the rest."""
+        attachment, counters = operation.attachment, self._common.counters
+        self._answers.end(operation)
+        if attachment.broken:
+            return []  # who owned it may not be told any more; its leases end with the last of its sessions
+        cut = self._cut(operation)
+        if cut is not None:
+            reason = Reason.READ_FAILED if operation.spoiled else reason or Reason.DEADLINE
+        whole = operation.exact and bool(reason or cut is not None)
+        part = operation.parts[0] if operation.parts else None
+        skip = part.skip if part is not None else 0
+        effects: list[Effect] = []
+        if whole:
+            resident = 0
+        elif operation.exact:
+            resident = operation.asked
+        else:
+            assert part is not None
+            resident = len(part.rows) if cut is None else cut
+            if cut is not None:
+                tail = Part(part.index, 0, part.rows[max(cut, part.skip) :])
+                part.rows = part.rows[:cut]
+                self._charge(operation, min(0, len(part.leased) * part.index.size - operation.charged))
+                effects += self._common.start(self._let_go(operation, [tail]))
+        operation.phase = Phase.ANSWERED
+        attachment.answering -= 1
+        self.answering -= 1
+        operation.reason = reason
+        counters["keys_asked"] += operation.asked
+        counters["keys_resident"] += resident
+        if operation.read:
+            read = set(operation.read)
+            counters["keys_read"] += sum(row in read for one in operation.parts for row in one.rows) if resident else 0
+        if reason:
+            counters[f"keys_{reason}"] += operation.asked - resident
+            self._note(operation, Kind.MISSED, _REASONS.index(reason))
+        self._note(operation, Kind.ANSWERED, resident)
+        offsets = operation.offsets[: 0 if whole else len(operation.offsets) if cut is None else max(0, cut - skip)]
+        name = operation.session, operation.id, operation.revision
+        if offsets:
+            self._leases.begin(operation, self._common.now)
+        else:
+            effects += self._end(operation, None)
+        return [ev.Answer(*name, resident, offsets.tobytes(), reason), *effects]
+
+    def _cut(self, operation: Operation) -> int | None:
+        """The first position of a chain (of an exact question: 0) that did not or will not come; None if all did."""
+        if not operation.missing and not operation.spoiled:
+            return None
+        waiters, spoiled = self._waiters, operation.spoiled
+        for part in operation.parts:
+            for position in range(part.skip, len(part.rows)):
+                row = part.rows[position]
+                if row in spoiled or operation in waiters.get(row, ()):
+                    return position
+        return None
+
+    # --- ends ---------------------------------------------------------------------------------------------------
+
+    def release(self, event: ev.Release) -> Work:
+        session = self._common.sessions.get(event.session)
+        if session is None or not session.decides:
+            return
+        for op, revision in event.ops:
+            operation = session.attachment.operations.get(op)
+            if operation is not None and operation.revision == revision:
+                yield self._end(operation, Kind.RELEASED)
+            elif operation is not None:
+                self._common.counters["stale"] += 1
+
+    def started(self, event: ev.Started) -> None:
+        attachment = self._common.speaker(event.session)
+        for op in event.ops if attachment is not None else ():
+            operation = attachment.operations.get(op) if attachment is not None else None
+            if operation is None or operation.phase is not Phase.ANSWERED:
+                self._common.counters["stale"] += 1
+                continue
+            operation.phase = Phase.STARTED
+            self._note(operation, Kind.STARTED, 0)
+            self._leases.end(operation)
+            self._restores.begin(operation, self._common.now)
+
+    def spoiled(self, event: ev.Spoiled) -> Work:
+        """What a failed restore leased is not found any more, and a later store of it is taken again."""
+        attachment = self._common.speaker(event.session)
+        operation = attachment.operations.get(event.op) if attachment is not None else None
+        if operation is None or operation.phase not in (Phase.ANSWERED, Phase.STARTED):
+            return
+        catalogue = self._catalogue
+        last, positions = catalogue.next_epoch, self.storage.positions()
+        for part in list(operation.parts):
+            rows = part.leased
+            for start in range(0, len(rows), ev.MAX_BATCH):
+                names: list[tuple[bytes, int, bytes]] = []
+                for row in rows[start : start + ev.MAX_BATCH]:
+                    # It may have been released meanwhile, and the row be another object's.
+                    if catalogue.key[row] and self.storage.stored_before(row, last, positions):
+                        names.append((part.index.namespace.name, part.index.group, catalogue.key[row]))
+                        catalogue.note(Kind.QUARANTINED, row)
+                        self.storage.removing(row)
+                        catalogue.remove(row)
+                        self._common.counters["quarantined"] += 1
+                yield self.storage.forget(names) if names else []
+
+    def tick(self) -> list[Effect]:
+        """What its time has come for: at most a batch of it."""
+        limits, now = self._common.limits, self._common.now
+        effects: list[Effect] = []
+        for _ in range(ev.MAX_BATCH):
+            if operation := self._answers.overdue(now - limits.answer_ns):
+                effects += self._conclude(operation, operation.reason)
+            elif operation := self._leases.overdue(now - limits.lease_ns):
+                if not operation.attachment.broken:
+                    self._common.counters["expired"] += 1
+                    effects.append(ev.Expired(operation.session, operation.id, operation.revision))
+                    effects += self._end(operation, Kind.EXPIRED)
+            elif operation := self._restores.overdue(now - limits.stall_ns):
+                self._common.counters["stalled"] += 1
+                seconds = limits.stall_ns // 1_000_000_000
+                self._note(operation, Kind.STALLED, seconds)
+                effects.append(ev.Stalled(operation.session, operation.id, seconds))
+            else:
+                break
+        return effects
+
+    @property
+    def next_deadline(self) -> int | None:
+        limits = self._common.limits
+        ends = [
+            (self._answers.oldest, limits.answer_ns),
+            (self._leases.oldest, limits.lease_ns),
+            (self._restores.oldest, limits.stall_ns),
+        ]
+        return min((begun + after for begun, after in ends if begun is not None), default=None)
+
+    def settle(self, attachment: Attachment) -> Work:
+        """All of the attachment's owners are gone for certain."""
+        for operation in list(attachment.operations.values()):
+            yield self._end(operation, None)
+
+    def _end(self, operation: Operation, kind: Kind | None) -> list[Effect]:
+        """The operation is over; its leases go slice by slice."""
+        attachment = operation.attachment
+        if operation.phase in (Phase.MATCHING, Phase.WAITING):
+            attachment.answering -= 1
+            self.answering -= 1
+        if kind is not None:
+            self._note(operation, kind, 0)
+        operation.phase = Phase.OVER
+        operation.keys = b""
+        if attachment.operations.get(operation.id) is operation:
+            del attachment.operations[operation.id]
+        for timer in (self._answers, self._leases, self._restores):
+            timer.end(operation)
+        self._charge(operation, -operation.charged)
+        parts, operation.parts = operation.parts, []
+        return self._common.start(self._let_go(operation, parts))
+
+    def _let_go(self, operation: Operation, parts: Sequence[Part]) -> Work:
+        for part in parts:
+            rows = part.leased
+            for start in range(0, len(rows), ev.MAX_BATCH):
+                batch = rows[start : start + ev.MAX_BATCH]
+                if self._waiters:
+                    for row in batch:
+                        self._wait_no_more(operation, row)
+                self._catalogue.release(batch)
+                yield self.storage.unwanted(batch)
+
+    def _note(self, operation: Operation, kind: Kind, value: int) -> None:
+        self._common.story.note(kind, operation.id, operation.session, operation.revision, value)

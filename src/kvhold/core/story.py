@@ -1,0 +1,75 @@
+"""What happened lately, in fixed memory: one ring of packed integer entries, of which ``kvhold explain`` tells.
+
+An entry is about an object, known by a fingerprint of its key, or about an operation, known by its number. Entries are
+written where things happen anyway; nothing is formatted before somebody asks.
+"""
+
+from array import array
+from collections.abc import Iterator
+from enum import IntEnum
+
+ENTRIES = 1 << 16
+"""Entries of 40 bytes that a manager remembers."""
+
+
+class Kind(IntEnum):
+    """What happened. ``a`` and ``b`` of an entry are what the comment says."""
+
+    # to an object; actor is its index
+    STORED = 1  # row, slot epoch
+    DUPLICATE = 2  # row, slot epoch of the copy that was not needed
+    EVICTED = 3  # row, slot epoch
+    COOLED = 4  # row, slot epoch: evicted, a log has it
+    WRITTEN = 5  # row, place
+    NOT_WRITTEN = 6  # row, place
+    LOADING = 7  # row, place
+    LOADED = 8  # row, slot epoch
+    NOT_LOADED = 9  # row, slot epoch
+    PURGED = 10  # row, slot epoch
+    QUARANTINED = 11  # row, slot epoch
+    RECLAIMED = 12  # row, segment number
+    MISSING = 13  # operation, position in its chain: a question ended here
+    # to an operation; actor is its session
+    ASKED = 20  # revision, keys
+    WAITING = 21  # revision, objects on their way
+    ANSWERED = 22  # revision, keys that can be restored
+    MISSED = 23  # revision, reason's number
+    STARTED = 24  # revision, 0
+    RELEASED = 25  # revision, 0
+    EXPIRED = 26  # revision, 0
+    SUPERSEDED = 27  # revision, the next one
+    STALLED = 28  # revision, seconds
+
+
+def fingerprint(key: bytes) -> int:
+    return int.from_bytes(key[-8:], "little")
+
+
+class Story:
+    """A ring of ``entries``; ``now`` is the time of what is being noted, in nanoseconds of the shell's clock."""
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        self.now = 0
+        self._next = 0
+        self._entries = entries
+        self._when, self._what = array("Q", bytes(8 * entries)), array("Q", bytes(8 * entries))
+        self._a, self._b = array("Q", bytes(8 * entries)), array("Q", bytes(8 * entries))
+        self._subject = array("Q", bytes(8 * entries))
+
+    def note(self, kind: int, subject: int, actor: int, a: int, b: int) -> None:
+        at = self._next % self._entries
+        self._next += 1
+        self._when[at] = self.now
+        self._what[at] = kind | actor << 8
+        self._subject[at] = subject
+        self._a[at] = a
+        self._b[at] = b
+
+    def about(self, subject: int, operation: bool) -> Iterator[tuple[int, Kind, int, int, int]]:
+        """(when, kind, actor, a, b) of what is remembered about an operation or else an object, the oldest first."""
+        for number in range(max(0, self._next - self._entries), self._next):
+            at = number % self._entries
+            if self._subject[at] == subject:
+                kind = Kind(self._what[at] & 0xFF)
+                if (kind >= Kind.ASKED) == operation:
+                    yield self._when[at], kind, self._what[at] >> 8, self._a[at], self._b[at]

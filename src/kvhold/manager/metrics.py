@@ -1,0 +1,126 @@
+"""A manager's report as Prometheus metrics. ``docs/operations.md`` lists the same; a test compares the two."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvhold.manager.report import report
+from kvhold.manager.server import Server
+
+ANSWER_SECONDS = 2.0
+"""How long a scrape waits for the loop before it says that the manager is not well."""
+
+COUNTERS = {
+    "queries": "Questions asked.",
+    "keys_asked": "Keys named in questions that were answered.",
+    "keys_resident": "Of those, keys that can be restored.",
+    "keys_read": "Of those, keys that had to be read from a log first.",
+    "keys_not_stored": "Of the keys asked, those at and after the first one that is not here.",
+    "keys_budget": "Of the keys asked, those cut off because too much is leased or being read.",
+    "keys_too_large": "Of the keys asked, those of questions for more than can be had at once.",
+    "keys_deadline": "Of the keys asked, those that a log did not give in time.",
+    "keys_read_failed": "Of the keys asked, those at and after one that a log could not give.",
+    "keys_out_of_service": "Of the keys asked, those in a log that is not asked at present.",
+    "commits": "Objects stored.",
+    "duplicates": "Objects that were here already when they were committed.",
+    "returns": "Granted slots that came back unused.",
+    "stale": "What came too late, twice, or was not the sender's: commits, returns, releases, questions.",
+    "refused": "Sessions refused.",
+    "purged": "Objects purged.",
+    "quarantined": "Objects dropped because a restore of them failed.",
+    "expired": "Answers that were not used within a minute and hold nothing any more.",
+    "stalled": "Restores that took longer than a minute.",
+    "over_max_objects": "Objects not kept because max_objects are known and all are held.",
+    "recovered": "Objects found in logs at the start.",
+    "recovered_foreign": "Of what logs held, objects whose geometry is not their namespace's.",
+    "recovered_over": "Of what logs held, objects beyond max_objects.",
+    "read_objects": "Objects read from logs.",
+    "read_failed": "Objects that a log could not give, or gave with other bytes; they are misses.",
+    "write_objects": "Objects written to logs.",
+    "write_failed": "Writes that failed, in whole or in part.",
+    "write_first_touch": "Objects not written because it was the first time that they were stored.",
+    "write_gone": "Objects that were evicted before they were written.",
+    "write_dropped_queue": "Objects not written because too many waited.",
+    "write_dropped_errors": "Objects not written because that failed twice.",
+    "write_too_large": "Objects larger than a segment.",
+    "reuse_failed": "Segments that could not be begun anew.",
+    "seal_failed": "Segments whose footer could not be written.",
+    "forget_failed": "Purges and quarantines that may not outlast the manager.",
+    "reclaimed": "Objects whose segment was given up.",
+    "rewritten": "Of those, objects in DRAM that are written again.",
+    "stale_io": "Answers to I/Os that were answered already.",
+    "clock_went_back": "Times that the clock went back.",
+}
+LOG_GAUGES = {
+    "budget_bytes": "What the directory may hold.",
+    "live_bytes": "Records that can be found, headers included.",
+    "queued_writes": "Objects that wait to be written.",
+    "io_waiting": "I/Os that wait for a thread.",
+    "io_running": "I/Os under way.",
+    "io_oldest_seconds": "For how long the oldest of those has been.",
+}
+LOG_COUNTERS = {
+    "read_bytes": "Bytes read.",
+    "read_seconds": "Seconds spent reading, over all threads.",
+    "written_bytes": "Bytes written, headers and footers included.",
+    "write_seconds": "Seconds spent writing.",
+    "sync_seconds": "Seconds spent in fdatasync.",
+    "checksum_seconds": "Seconds spent on checksums.",
+    "sync_failures": "Times that fdatasync failed.",
+}
+LOG_KINDS = {
+    "errors": "Failed calls, by error.",
+    "rejected": "Records read that were not what they should be, by reason.",
+}
+"""Counters with a label ``kind``."""
+
+
+class Collector:
+    """One consistent report per scrape, as metrics."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        said = self._server.call(lambda: report(self._server), ANSWER_SECONDS)
+        state = GaugeMetricFamily(
+            "kvhold_arena_state_bytes",
+            "Arena bytes by exclusive state; the sum is kvhold_arena_bytes.",
+            labels=["state"],
+        )
+        for name, value in said["accounts"].items():
+            state.add_metric([name], value)
+        yield state
+        for name, (text, value) in gauges(said).items():
+            yield GaugeMetricFamily(f"kvhold_{name}", text, value=value)
+        yield CounterMetricFamily("kvhold_evicted", "Objects evicted to make room.", value=said["evicted"])
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"kvhold_{name}", text, value=said["counters"].get(name, 0))
+        for name, text in LOG_GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
+            for one in said["logs"]:
+                gauge.add_metric([one.get("path", "")], one.get(name, 0))
+            yield gauge
+        for name, text in LOG_COUNTERS.items():
+            counter = CounterMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
+            for one in said["logs"]:
+                counter.add_metric([one.get("path", "")], one.get(name, 0))
+            yield counter
+        for family, text in LOG_KINDS.items():
+            counter = CounterMetricFamily(f"kvhold_ssd_{family}", text, labels=["path", "kind"])
+            for one in said["logs"]:
+                for kind, count in one.get(family, {}).items():
+                    counter.add_metric([one.get("path", ""), kind], count)
+            yield counter
+
+
+def gauges(said: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    """Those without labels."""
+    return {
+        "arena_bytes": ("Populated bytes of the arena.", said["arena"]["populated"]),
+        "limbo_bytes": ("Bytes of lost, not proved dead owners.", said["limbo_bytes"]),
+        "objects": ("Objects that are known, in DRAM or in logs.", said["objects"]),
+        "objects_in_logs_only": ("Of those, objects that are not in DRAM.", said["objects_in_logs_only"]),
+        "sessions": ("Sessions of engines.", sum(session["open"] for session in said["sessions"])),
+    }

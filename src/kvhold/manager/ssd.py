@@ -1,0 +1,91 @@
+"""The SSD tier as the loop sees it: one log per directory."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields
+
+from kvhold.core import events as ev
+from kvhold.manager.config import ConfigError, SsdConfig
+from kvhold.tiers.ssd.directory import open_log
+from kvhold.tiers.ssd.executor import Executor
+from kvhold.tiers.ssd.recover import Found, Recovery
+from kvhold.tiers.ssd.survey import DirectoryError, Log
+
+log = logging.getLogger(__name__)
+
+LOCK_SECONDS = 5.0
+"""How long a directory may still be locked by a manager that was killed: its last write is under way."""
+
+
+class SsdStore:
+    """A directory's log, which is this process's from now on. Raises ConfigError if it cannot be used."""
+
+    def __init__(self, config: SsdConfig, arena: memoryview) -> None:
+        self._log = _open(config)
+        self._config = config
+        self._arena = arena
+        self._executor: Executor | None = None
+        self._recovery = Recovery(self._log)
+        self._recovered_seconds: float | None = None
+        self._closing = False
+
+    def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
+        opened = self._log
+        self._executor = Executor(opened, self._arena, lambda io, failed: tell(ev.Done(io, failed)))
+        tell(ev.LogOpened(log, len(opened.numbers), opened.segment_bytes, opened.newest_seq))
+        threading.Thread(target=self._recover, args=(log, tell), name="kvhold-ssd-recover", daemon=True).start()
+
+    def _recover(self, number: int, tell: Callable[[ev.Event], None]) -> None:
+        begun = time.monotonic()
+        tell(ev.Segments(number, tuple(self._recovery.lives)))
+        for part in self._recovery:
+            if self._closing:
+                return
+            if isinstance(part, Found):
+                continue
+            records = tuple((name, group, key, shards, at) for name, group, key, shards, _, _, _, at, _ in part)
+            if records:
+                tell(ev.Recovered(number, part[0][5], records))
+        tell(ev.LogReady(number))
+        self._recovered_seconds = time.monotonic() - begun
+        counts = {name: count for name, count in self._recovery.counts.items() if count}
+        log.info("ssd: %s: index rebuilt in %.2f s: %s", self._config.path, self._recovered_seconds, counts)
+
+    def submit(self, effect: ev.ToLog) -> None:
+        assert self._executor is not None
+        self._executor.submit(effect)
+
+    def report(self) -> dict[str, object]:
+        assert self._executor is not None
+        waiting, running, oldest = self._executor.in_flight()
+        counters = self._executor.counters()
+        return {
+            "path": str(self._config.path),
+            "budget_bytes": self._config.size,
+            "recovered_seconds": self._recovered_seconds,
+            "recovery": dict(self._recovery.counts),
+            "io_waiting": waiting,
+            "io_running": running,
+            "io_oldest_seconds": oldest,
+            **{field.name: getattr(counters, field.name) for field in fields(counters)},
+        }
+
+    def close(self, seconds: float) -> None:
+        self._closing = True
+        if self._executor is None or self._executor.close(seconds):
+            self._log.close()
+        else:
+            log.warning("ssd: %s: a call to the disk hangs; it is left behind", self._config.path)
+
+
+def _open(config: SsdConfig) -> Log:
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return open_log(config.path, config.size, min_free=config.min_free)
+        except DirectoryError as error:
+            if "in use" not in str(error) or time.monotonic() > end:
+                raise ConfigError(str(error)) from None
+        time.sleep(0.1)

@@ -1,0 +1,24 @@
+"""What the loop asks of a tier that keeps records outside of DRAM."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvhold.core import events as ev
+
+
+class Store(Protocol):
+    """One log. No method waits for a device; what comes of it is told through ``tell``, from any thread."""
+
+    def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
+        """Become log number ``log``: tell LogOpened, Segments, Recovered and LogReady, then one Done per I/O."""
+        ...
+
+    def submit(self, effect: ev.ToLog) -> None: ...
+
+    def report(self) -> dict[str, object]:
+        """Plain data for status and metrics."""
+        ...
+
+    def close(self, seconds: float) -> None:
+        """Begin nothing more; wait at most so long for what is under way."""
+        ...

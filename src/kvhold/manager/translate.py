@@ -1,0 +1,77 @@
+"""From messages to events: what of a message the core may rely on is checked here."""
+
+from kvhold import protocol as wire
+from kvhold.core import events as ev
+
+MAX_KEY_BYTES = 64
+MAX_PARTS = 64
+
+
+def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
+    """The core event of a session's message. Raises ProtocolError where packed fields do not fit each other."""
+    match message:
+        case wire.Mapped():
+            return ev.Mapped(session)
+        case wire.Query(op, revision, space, skip, keys, extend, ahead):
+            _check_numbers(op, revision)
+            if not 0 <= skip <= ev.MAX_QUERY_KEYS or len(keys) > ev.MAX_QUERY_KEYS * MAX_KEY_BYTES:
+                raise wire.ProtocolError(f"query of {len(keys)} bytes from {skip}")
+            return ev.Query(session, op, revision, space, skip, keys, extend, ahead)
+        case wire.Lookup(op, parts):
+            _check_numbers(op)
+            _check_parts(parts)
+            return ev.Lookup(session, op, parts)
+        case wire.Prepare(op, revision, parts, ahead):
+            _check_numbers(op, revision)
+            _check_parts(parts)
+            return ev.Prepare(session, op, revision, parts, ahead)
+        case wire.Started(ops):
+            _check_count(len(ops))
+            return ev.Started(session, ops)
+        case wire.Spoiled(op):
+            return ev.Spoiled(session, op)
+        case wire.Release(ops):
+            _check_count(len(ops))
+            return ev.Release(session, ops)
+        case wire.Commit(space, parent, depth, keys, rows, epochs, shards):
+            _check_numbers(depth)
+            _check_batch(rows, epochs)
+            if not rows or len(keys) % (len(rows) // 4):
+                raise wire.ProtocolError("commit whose keys do not fit its rows")
+            return ev.Commit(session, space, parent, depth, keys, rows, epochs, shards)
+        case wire.Return(rows, epochs):
+            _check_batch(rows, epochs)
+            return ev.Return(session, rows, epochs)
+        case wire.Open(space, namespace, group, key_bytes, shards, slots):
+            if (
+                len(namespace) != 32
+                or not 0 < key_bytes <= MAX_KEY_BYTES
+                or slots < 0
+                or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
+            ):
+                raise wire.ProtocolError("space without a proper namespace, key length or shards")
+            return ev.Open(session, space, namespace, group, key_bytes, shards, slots)
+        case wire.Close(space):
+            return ev.Close(session, space)
+        case _:
+            raise AssertionError(message)
+
+
+def _check_batch(rows: bytes, epochs: bytes) -> None:
+    if len(rows) % 4 or len(rows) * 2 != len(epochs) or len(rows) > ev.MAX_BATCH * 4:
+        raise wire.ProtocolError(f"batch of {len(rows)} bytes of rows and {len(epochs)} of epochs")
+
+
+def _check_numbers(*numbers: int) -> None:
+    if not all(0 <= number < 1 << 62 for number in numbers):
+        raise wire.ProtocolError(f"numbers out of range: {numbers}")
+
+
+def _check_count(count: int) -> None:
+    if count > ev.MAX_QUERY_KEYS:
+        raise wire.ProtocolError(f"{count} operations in one message")
+
+
+def _check_parts(parts: tuple[tuple[int, bytes], ...]) -> None:
+    if len(parts) > MAX_PARTS or sum(len(keys) for _, keys in parts) > ev.MAX_QUERY_KEYS * MAX_KEY_BYTES:
+        raise wire.ProtocolError(f"a question of {len(parts)} parts or too many keys")

@@ -1,0 +1,217 @@
+"""A log in a directory: opened under a lock and a byte budget, or created.
+
+    kvhold.log          names the log (uuid, segment size)            kvhold.lock         locked while a manager runs
+    kvhold.tombstones   what was forgotten                            kvhold-NNNNNNNN.segment the records
+
+Whatever else lies there is left alone. Core numbers a log's segments from 0 without gaps; the files' numbers may have
+gaps once a smaller budget took some away, and are what is written in headers. :class:`Log` knows both.
+"""
+
+import logging
+import os
+import time
+from errno import EIO
+from pathlib import Path
+from typing import Final
+
+from kvhold.core.segments import BLOCK
+from kvhold.tiers.ssd.files import FileLayer, RealFiles, blocks, write_all
+from kvhold.tiers.ssd.format import LogHead, SegmentHead, encode_log
+from kvhold.tiers.ssd.survey import (
+    LOCK_FILE,
+    LOG_FILE,
+    TOMBSTONES_FILE,
+    DirectoryError,
+    Log,
+    identify,
+    segment_name,
+    segment_numbers,
+    survey,
+)
+from kvhold.units import format_size
+
+log = logging.getLogger(__name__)
+
+MIN_SEGMENTS: Final = 4
+SEGMENT: Final = 256 << 20
+MIN_FREE: Final = 1 << 30
+_LEAST_SEGMENT: Final = 64 << 10
+
+
+def reserve_bytes(budget: int) -> int:
+    """What of a budget is kept for everything but segments: most of it for tombstones."""
+    return min(16 << 20, max(64 << 10, budget // 64)) // BLOCK * BLOCK
+
+
+def segment_size(budget: int) -> int:
+    """Bytes of a segment in a new log: 256 MiB; under 16 GiB a 64th, under 4 GiB 64 MiB, under 256 MiB a quarter."""
+    usable = budget - reserve_bytes(budget)
+    size = min(SEGMENT, max(usable // 64, SEGMENT // 4), usable // MIN_SEGMENTS)
+    unit = 1 << 20 if size >= 1 << 20 else BLOCK
+    return size // unit * unit
+
+
+def open_log(
+    path: Path,
+    budget: int,
+    *,
+    min_free: int = MIN_FREE,
+    segment_bytes: int | None = None,
+    files: FileLayer | None = None,
+) -> Log:
+    """Open the log in ``path``, or create one, for this process alone, in at most ``budget`` bytes of disk.
+
+    ``segment_bytes`` is for new logs; an existing one keeps its own. Nothing is allocated yet. Raises DirectoryError.
+    """
+    files = files or RealFiles()
+    lock = None
+    try:
+        files.make_directory(path)
+        try:
+            lock = files.lock(path / LOCK_FILE)
+        except BlockingIOError:
+            raise DirectoryError(
+                f"ssd: {path} is in use by another kvhold manager; stop that one, or give this one another directory"
+            ) from None
+        opened = _open(path, budget, segment_bytes or segment_size(budget), files)
+        opened.min_free = min_free
+        opened._lock, lock = lock, None
+        _warn_of_room(opened)
+        return opened
+    except OSError as error:
+        raise DirectoryError(
+            f"ssd: {path} cannot be used: {error.strerror or error}; check that it is there, that this user may write "
+            "to it and that its filesystem is healthy and not full"
+        ) from None
+    finally:
+        if lock is not None:
+            files.close(lock)
+
+
+def open_for_reading(path: Path, files: FileLayer | None = None) -> Log:
+    """The log in ``path`` as it is, without a lock and without changing anything. Raises DirectoryError."""
+    files = files or RealFiles()
+    try:
+        found, names, bad = identify(path, files)
+        if found is None:
+            raise DirectoryError(f"ssd: {path} holds no log of kvhold; name the directory that was given with --ssd")
+        return survey(path, files, found, segment_numbers(names), names, bad)
+    except OSError as error:
+        raise DirectoryError(f"ssd: {path} cannot be read: {error.strerror or error}") from None
+
+
+def in_use(path: Path, files: FileLayer | None = None) -> bool:
+    """Whether a manager has the directory now. Changes nothing there."""
+    files = files or RealFiles()
+    try:
+        if LOCK_FILE not in files.names(path):
+            return False
+        files.close(files.lock(path / LOCK_FILE))
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _open(path: Path, budget: int, segment_bytes: int, files: FileLayer) -> Log:
+    found, names, bad = identify(path, files)
+    present = segment_numbers(names)
+    usable = budget - reserve_bytes(budget)
+    removed = 0
+    if found is None or usable // found.segment_bytes < MIN_SEGMENTS:
+        if segment_bytes % BLOCK or segment_bytes < _LEAST_SEGMENT or usable // segment_bytes < MIN_SEGMENTS:
+            least = MIN_SEGMENTS * max(segment_bytes, _LEAST_SEGMENT) + (64 << 10)
+            raise DirectoryError(
+                f"ssd: {format_size(budget)} for {path} is too small for segments of {format_size(segment_bytes)}; "
+                f"give at least {format_size(least)}"
+            )
+        if found is not None:
+            log.warning(
+                "ssd: %s: %s hold fewer than %d segments of %s: begun anew, with smaller ones",
+                path,
+                format_size(budget),
+                MIN_SEGMENTS,
+                format_size(found.segment_bytes),
+            )
+        removed = _remove(path, files, present)
+        files.remove(path / TOMBSTONES_FILE)
+        found, present, bad = _create(path, files, segment_bytes), [], False
+    elif bad:
+        _write_log(path, files, found)
+    opened = survey(path, files, found, present, names, bad)
+    opened.removed_segments = removed
+    _shrink(opened, usable // found.segment_bytes)
+    opened.tombstones.limit = reserve_bytes(budget) // 2 - 2 * BLOCK  # twice that, while it is rewritten
+    seqs = [head.seq for head in opened.heads if isinstance(head, SegmentHead)]
+    try:
+        opened.tombstones.compact(min(seqs, default=opened.newest_seq + 1))
+    except OSError as error:
+        log.warning("ssd: %s: tombstones not compacted: %s", path, error)
+    return opened
+
+
+def _shrink(opened: Log, segments: int) -> None:
+    """Down, or up, to so many segments. What holds no records goes first, then the oldest."""
+
+    def worth(index: int) -> int:
+        head = opened.heads[index]
+        return head.seq if isinstance(head, SegmentHead) else -1
+
+    order = sorted(range(len(opened.numbers)), key=worth)
+    surplus = order[: max(0, len(order) - segments)]
+    opened.removed_segments += _remove(opened.path, opened.files, [opened.numbers[index] for index in surplus])
+    for index in sorted(surplus, reverse=True):
+        opened.bytes_on_disk -= opened.sizes.pop(index)
+        del opened.numbers[index], opened.heads[index]
+    taken = set(opened.numbers)
+    number = 0
+    while len(opened.numbers) < segments:
+        if number not in taken:
+            opened.numbers.append(number)
+            opened.heads.append(None)
+            opened.sizes.append(0)
+        number += 1
+
+
+def _create(path: Path, files: FileLayer, segment_bytes: int) -> LogHead:
+    head = LogHead(os.urandom(16), segment_bytes, time.time_ns())
+    _write_log(path, files, head)
+    return head
+
+
+def _write_log(path: Path, files: FileLayer, head: LogHead) -> None:
+    block = blocks(BLOCK)
+    encode_log(block, head)
+    fresh = path / (LOG_FILE + ".new")
+    files.remove(fresh)
+    handle = files.open_segment(fresh, create=True)
+    try:
+        if write_all(files, handle, [block], 0) != BLOCK:
+            raise OSError(EIO, "the disk took a part of a block only")
+        files.fdatasync(handle)
+    finally:
+        files.close(handle)
+    files.replace(fresh, path / LOG_FILE)
+    files.sync_names(path)
+
+
+def _remove(path: Path, files: FileLayer, numbers: list[int]) -> int:
+    for number in numbers:
+        files.remove(path / segment_name(number))
+    if numbers:
+        files.sync_names(path)
+    return len(numbers)
+
+
+def _warn_of_room(opened: Log) -> None:
+    want = len(opened.numbers) * opened.segment_bytes - opened.bytes_on_disk
+    have = opened.files.free_bytes(opened.path) - opened.min_free
+    if want > have:
+        log.warning(
+            "ssd: %s may grow by %s, but only %s can be had there while %s stay free (min_free); it will hold less",
+            opened.path,
+            format_size(want),
+            format_size(max(have, 0)),
+            format_size(opened.min_free),
+        )

@@ -1,0 +1,232 @@
+"""How the tier touches files: past the page cache, in whole blocks, and through one narrow interface.
+
+O_DIRECT wants offsets, lengths and memory addresses aligned. Some filesystems forgive what others refuse, so all of it
+is checked here, always. Whoever writes another :class:`FileLayer` (the tests do) checks the same with
+:func:`check_aligned`.
+"""
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from stat import S_ISREG
+from typing import Final, Protocol
+
+from kvhold.core.segments import BLOCK
+
+log = logging.getLogger(__name__)
+
+IOV_MAX: Final = 1024
+_LOCK_TRIES: Final = 10
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # glibc's posix_fallocate would write every block instead
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class Misaligned(ValueError):
+    """An offset, a length or an address is no multiple of 4096: a mistake of ours, never the disk's."""
+
+
+class FileLayer(Protocol):
+    """Files by handle. Everything raises OSError; ``preadv`` and ``pwritev`` may do less than they were asked to."""
+
+    def lock(self, path: Path) -> int:
+        """Lock a file, made if it is not there, until its handle is closed or the process ends. BlockingIOError."""
+
+    def make_directory(self, directory: Path) -> None: ...
+    def names(self, directory: Path) -> dict[str, int]:
+        """What is in a directory: bytes on the disk of each regular file, -1 for anything else."""
+
+    def open_segment(self, path: Path, *, create: bool = False, write: bool = True) -> int: ...
+    def size(self, handle: int) -> int: ...
+    def preadv(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def pwritev(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def fdatasync(self, handle: int) -> None: ...
+    def allocate(self, handle: int, size: int) -> None:
+        """Make the file exactly so long, with room on the disk for all of it where the filesystem can promise that."""
+
+    def close(self, handle: int) -> None: ...
+    def remove(self, path: Path) -> None: ...
+    def replace(self, source: Path, target: Path) -> None: ...
+    def sync_names(self, directory: Path) -> None:
+        """Make creations, renames and removals in a directory durable."""
+
+    def free_bytes(self, directory: Path) -> int: ...
+
+
+class RealFiles:
+    """The operating system's files, with O_DIRECT where the filesystem has it."""
+
+    def __init__(self) -> None:
+        self._buffered: set[int] = set()  # handles without O_DIRECT
+        self._warned = False
+
+    def lock(self, path: Path) -> int:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for left in reversed(range(_LOCK_TRIES)):  # a manager that is just being killed holds it for a moment
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return handle
+            except OSError as error:
+                if left and isinstance(error, BlockingIOError):
+                    time.sleep(0.05)
+                    continue
+                os.close(handle)
+                raise
+        raise AssertionError
+
+    def make_directory(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def names(self, directory: Path) -> dict[str, int]:
+        found = {}
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                found[entry.name] = status.st_blocks * 512 if S_ISREG(status.st_mode) else -1
+        return found
+
+    def open_segment(self, path: Path, *, create: bool = False, write: bool = True) -> int:
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        handle = os.open(path, flags, 0o600)
+        self._go_buffered(handle)
+        return handle
+
+    def size(self, handle: int) -> int:
+        return os.fstat(handle).st_size
+
+    def preadv(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+        check_aligned(buffers, offset)
+        try:
+            done = os.preadv(handle, buffers, offset)
+        except OSError as error:
+            if not self._refused(handle, error):
+                raise
+            done = os.preadv(handle, buffers, offset)
+        if handle in self._buffered:
+            os.posix_fadvise(handle, offset, done, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def pwritev(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+        check_aligned(buffers, offset)
+        try:
+            return os.pwritev(handle, buffers, offset)
+        except OSError as error:
+            if not self._refused(handle, error):
+                raise
+            return os.pwritev(handle, buffers, offset)
+
+    def fdatasync(self, handle: int) -> None:
+        os.fdatasync(handle)
+        if handle in self._buffered:  # only clean pages can be dropped
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.fstat(handle).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while in use")
+
+    def allocate(self, handle: int, size: int) -> None:
+        while _fallocate(handle, 0, 0, size):
+            code = ctypes.get_errno()
+            if code == errno.EINTR:
+                continue
+            if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(code, os.strerror(code))
+            break
+        os.ftruncate(handle, size)
+
+    def close(self, handle: int) -> None:
+        self._buffered.discard(handle)
+        os.close(handle)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def replace(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def sync_names(self, directory: Path) -> None:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def free_bytes(self, directory: Path) -> int:
+        status = os.statvfs(directory)
+        return status.f_bavail * status.f_frsize
+
+    def _refused(self, handle: int, error: OSError) -> bool:
+        """Whether this is a filesystem that opens with O_DIRECT and then does not mean it. If so, do without."""
+        if error.errno != errno.EINVAL or handle in self._buffered:
+            return False
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self._go_buffered(handle)
+        return True
+
+    def _go_buffered(self, handle: int) -> None:
+        self._buffered.add(handle)
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "ssd: %s is on a filesystem without O_DIRECT: every byte is copied once more, through the page cache, "
+                "and takes memory there until it is dropped; use ext4 or xfs for full speed",
+                os.path.realpath(f"/proc/self/fd/{handle}"),
+            )
+
+
+def check_aligned(buffers: Sequence[memoryview], offset: int) -> None:
+    """Raise :class:`Misaligned` unless O_DIRECT takes this anywhere."""
+    if offset % BLOCK:
+        raise Misaligned(f"file offset {offset} is no multiple of {BLOCK}")
+    if not 0 < len(buffers) <= IOV_MAX:
+        raise Misaligned(f"{len(buffers)} buffers in one call; 1 to {IOV_MAX} are possible")
+    for buffer in buffers:
+        size = buffer.nbytes
+        if not size or size % BLOCK:
+            raise Misaligned(f"a buffer of {size} bytes is no multiple of {BLOCK}")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        if address % BLOCK:
+            raise Misaligned(f"a buffer at address {address:#x} is not aligned to {BLOCK}")
+
+
+def blocks(size: int) -> memoryview:
+    """``size`` zero bytes of memory of our own, aligned."""
+    return memoryview(mmap.mmap(-1, max(size, BLOCK)))[:size]
+
+
+def read_all(files: FileLayer, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill ``buffers`` from ``offset`` on, in as many calls as it takes; the bytes read, fewer where the file ends."""
+    return _all(files.preadv, handle, buffers, offset)
+
+
+def write_all(files: FileLayer, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write all of ``buffers``, in as many calls as it takes; the bytes written, fewer where the disk takes no more."""
+    return _all(files.pwritev, handle, buffers, offset)
+
+
+class _Call(Protocol):
+    def __call__(self, handle: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
+
+
+def _all(call: _Call, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+    done = 0
+    rest = list(buffers)
+    while rest:
+        # What is short of a block is done again: the next call has to begin at a whole one.
+        step = call(handle, rest[:IOV_MAX], offset + done) // BLOCK * BLOCK
+        if step <= 0:
+            break
+        done += step
+        while rest and step >= rest[0].nbytes:
+            step -= rest.pop(0).nbytes
+        if step:
+            rest[0] = rest[0][step:]
+    return done

@@ -1,0 +1,110 @@
+"""Reads for one thread: neighbours in one call, payloads straight into the arena, each checked before it counts."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvhold.core.events import Read, Stored
+from kvhold.core.segments import HEADER
+from kvhold.tiers.ssd.check import Identity, Place, check_head, check_payload
+from kvhold.tiers.ssd.counters import Counters
+from kvhold.tiers.ssd.files import IOV_MAX, blocks, read_all
+from kvhold.tiers.ssd.handles import Handles
+from kvhold.tiers.ssd.survey import Log
+
+_AT_ONCE: Final = IOV_MAX // 2
+
+
+class Reader:
+    """For one thread. ``trouble`` is told of what the disk refuses; nothing is raised for it."""
+
+    def __init__(
+        self,
+        opened: Log,
+        handles: Handles,
+        arena: memoryview,
+        counters: Counters,
+        trouble: Callable[[OSError], None],
+    ) -> None:
+        self._log = opened
+        self._handles = handles
+        self._arena = arena
+        self._counters = counters
+        self._trouble = trouble
+        self._heads = blocks(_AT_ONCE * HEADER)
+
+    def read(self, effect: Read) -> tuple[int, ...]:
+        """Fill the objects' slots; the positions of those whose bytes must not be used. OSError: none was read."""
+        objects = effect.objects
+        for stored in objects:
+            if stored.offset < 0 or stored.offset + sum(stored.shards) > len(self._arena):
+                raise ValueError(f"{sum(stored.shards)} bytes at {stored.offset} are not in the arena")
+        failed: list[int] = []
+        with self._handles.use(effect.segment) as handle:
+            for run in _runs(objects):
+                failed += self._read_run(handle, effect, run)
+        return tuple(sorted(failed))
+
+    def _read_run(self, handle: int, effect: Read, run: list[int]) -> list[int]:
+        objects = [effect.objects[index] for index in run]
+        try:
+            got = self._fill(handle, objects)
+        except OSError as error:
+            self._trouble(error)
+            if len(run) == 1:
+                return run
+            # One bad sector must not cost the neighbours.
+            return [bad for index in run for bad in self._read_run(handle, effect, [index])]
+        began = time.perf_counter()
+        failed = [
+            index
+            for position, (index, stored) in enumerate(zip(run, objects, strict=True))
+            if not self._good(effect, stored, position, got - (stored.at - objects[0].at))
+        ]
+        self._counters.checksum_seconds += time.perf_counter() - began
+        return failed
+
+    def _fill(self, handle: int, objects: Sequence[Stored]) -> int:
+        buffers: list[memoryview] = []
+        for position, stored in enumerate(objects):
+            buffers.append(self._heads[position * HEADER : (position + 1) * HEADER])
+            if length := sum(stored.shards):
+                buffers.append(self._arena[stored.offset : stored.offset + length])
+        began = time.perf_counter()
+        try:
+            got = read_all(self._log.files, handle, buffers, objects[0].at)
+        finally:
+            self._counters.read_seconds += time.perf_counter() - began
+        self._counters.reads += 1
+        self._counters.read_bytes += got
+        return got
+
+    def _good(self, effect: Read, stored: Stored, position: int, got: int) -> bool:
+        length = sum(stored.shards)
+        if got < HEADER + length:
+            reason: str | None = "truncated"
+        else:
+            place = Place(self._log.id, self._log.numbers[effect.segment], effect.seq, stored.at)
+            wanted = Identity(stored.namespace, stored.group, stored.key, stored.shards)
+            head = check_head(self._heads[position * HEADER : (position + 1) * HEADER], place, wanted)
+            if isinstance(head, str):
+                reason = head
+            else:
+                reason = check_payload(head, self._arena[stored.offset : stored.offset + length])
+        if reason is not None:
+            self._counters.rejected[reason] += 1
+        return reason is None
+
+
+def _runs(objects: Sequence[Stored]) -> list[list[int]]:
+    """Positions of ``objects``, grouped so that those of a group lie one directly behind the other."""
+    runs: list[list[int]] = []
+    end = -1
+    for index in sorted(range(len(objects)), key=lambda index: objects[index].at):
+        stored = objects[index]
+        if stored.at == end and len(runs[-1]) < _AT_ONCE:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+        end = stored.at + HEADER + sum(stored.shards)
+    return runs

@@ -1,0 +1,179 @@
+"""A disk of names: takes the I/O effects of a core and carries them out late, in any order, in part, or not at all.
+
+It is stricter than a real one. A slot that is to be read into is spoiled at once, as the device may begin at any time;
+what is written must be in its slot from the effect to the answer. Every effect is checked against what the disk holds,
+never against what the core remembers.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kvhold.core import events as ev
+from kvhold.core.arena import align
+from kvhold.core.events import Stored, ToLog
+from kvhold.core.segments import HEADER
+
+Name = tuple[bytes, int, bytes]
+Flying = ev.Write | ev.Read | ev.Reuse | ev.Seal | ev.Forget
+
+
+def name_of(stored: Stored) -> Name:
+    return stored.namespace, stored.group, stored.key
+
+
+def size_of(stored: Stored) -> int:
+    return align(sum(map(align, stored.shards)))
+
+
+@dataclass
+class Life:
+    """One life of a segment: names by byte offset, without gaps up to ``end``."""
+
+    seq: int
+    end: int = HEADER
+    records: dict[int, Name] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    sealed: bool = False
+
+
+class FakeDisk:
+    """``arena`` is what lies in each slot, by offset: shared with whoever else writes there."""
+
+    def __init__(self, arena: dict[int, Name]) -> None:
+        self.arena = arena
+        self.lives: dict[tuple[int, int], Life] = {}
+        self.flying: dict[int, Flying] = {}
+        self.cancelled: set[int] = set()
+        self.answered: list[int] = []
+        self._used: set[int] = set()
+        self._seqs: dict[int, int] = {}
+        self._forgotten: dict[int, tuple[int, int]] = {}
+
+    def adopt(self, log: int, segment: int, seq: int, records: Iterable[tuple[Name, int]], room: int) -> Life:
+        """A life with those of the records (name, size) that have room, from before the core began."""
+        life = self.lives[log, segment] = Life(seq, sealed=True)
+        for name, size in records:
+            if life.end + HEADER + size <= room:
+                life.records[life.end], life.sizes[life.end] = name, size
+                life.end += HEADER + size
+        self._seqs[log] = max(seq, self._seqs.get(log, 0))
+        return life
+
+    @property
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """(offset, size) of all slots that an I/O may touch."""
+        for io in self.flying.values():
+            if isinstance(io, ev.Read | ev.Write):
+                yield from ((stored.offset, size_of(stored)) for stored in io.objects)
+
+    def reads(self, name: Name) -> bool:
+        """Whether this object is on its way."""
+        reads = [io for io in self.flying.values() if isinstance(io, ev.Read)]
+        return any(name_of(stored) == name for io in reads for stored in io.objects)
+
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def take(self, effect: ToLog) -> None:
+        if isinstance(effect, ev.Cancel):
+            read = self.flying[effect.io]
+            assert isinstance(read, ev.Read), "only reads are cancelled"
+            assert read.log == effect.log
+            assert effect.io not in self.cancelled
+            self.cancelled.add(effect.io)
+            return
+        assert effect.io not in self._used, "a number is used once"
+        self._used.add(effect.io)
+        match effect:
+            case ev.Write():
+                self._take_write(effect)
+            case ev.Read():
+                self._take_read(effect)
+            case ev.Reuse():
+                self._take_reuse(effect)
+            case ev.Seal():
+                life = self.lives[effect.log, effect.segment]
+                assert (effect.seq, effect.end) == (life.seq, life.end)
+                assert not life.sealed
+                assert not self._busy(effect, ev.Write, ev.Seal, ev.Reuse)
+                life.sealed = True
+            case ev.Forget():
+                self._take_forget(effect)
+        self.flying[effect.io] = effect
+
+    def _take_write(self, effect: ev.Write) -> None:
+        writes = [io for io in self.flying.values() if isinstance(io, ev.Write) and io.log == effect.log]
+        assert not writes, "one write at a time"
+        assert not self._busy(effect, ev.Reuse, ev.Seal)
+        life = self.lives[effect.log, effect.segment]
+        assert life.seq == effect.seq
+        assert not life.sealed
+        assert effect.objects
+        at = life.end
+        for stored in effect.objects:
+            assert stored.at == at, "records are without gaps"
+            assert (life.seq, at) >= self._forgotten.get(effect.log, (0, 0)), "it would be gone after a restart"
+            assert self.arena[stored.offset] == name_of(stored)
+            at += HEADER + size_of(stored)
+        assert len({stored.offset for stored in effect.objects}) == len(effect.objects), "an object is written twice"
+
+    def _take_read(self, effect: ev.Read) -> None:
+        assert not self._busy(effect, ev.Reuse)
+        life = self.lives[effect.log, effect.segment]
+        assert life.seq == effect.seq, "a segment is not read in another life"
+        places = {(effect.log, effect.segment, stored.at) for stored in effect.objects}
+        assert len(places) == len(effect.objects) > 0
+        for other in self.flying.values():
+            if isinstance(other, ev.Read):
+                assert places.isdisjoint((other.log, other.segment, stored.at) for stored in other.objects), "read once"
+        for stored in effect.objects:
+            assert life.records[stored.at] == name_of(stored)
+            self.arena.pop(stored.offset, None)
+
+    def _take_reuse(self, effect: ev.Reuse) -> None:
+        assert not self._busy(effect, ev.Write, ev.Read, ev.Seal, ev.Reuse), "nobody uses it"
+        assert effect.seq > self._seqs.get(effect.log, 0)
+        self._seqs[effect.log] = effect.seq
+        self.lives.pop((effect.log, effect.segment), None)
+
+    def _take_forget(self, effect: ev.Forget) -> None:
+        covered = effect.seq, effect.at
+        ends = [(life.seq, life.end) for (log, _), life in self.lives.items() if log == effect.log and life.records]
+        writes = [io for io in self.flying.values() if isinstance(io, ev.Write) and io.log == effect.log]
+        ends += [(io.seq, io.objects[-1].at + HEADER + size_of(io.objects[-1])) for io in writes]
+        assert all(end <= covered for end in ends), f"all that was appended so far is forgotten: {ends}, not {covered}"
+        self._forgotten[effect.log] = max(covered, self._forgotten.get(effect.log, (0, 0)))
+
+    def _busy(self, effect: ev.Write | ev.Read | ev.Reuse | ev.Seal, *kinds: type) -> bool:
+        place = effect.log, effect.segment
+        return any(isinstance(io, kinds) and (io.log, io.segment) == place for io in self.flying.values())  # type: ignore[union-attr]
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def finish(self, number: int, failing: Iterable[int] = ()) -> ev.Done:
+        """Carry out a flying I/O, all but the ``failing`` positions, and answer it."""
+        io = self.flying.pop(number)
+        self.answered.append(number)
+        self.cancelled.discard(number)
+        if not isinstance(io, ev.Write | ev.Read):
+            failed = (0,) if set(failing) else ()
+            if isinstance(io, ev.Reuse) and not failed:
+                self.lives[io.log, io.segment] = Life(io.seq)
+            return ev.Done(number, failed)
+        failed = tuple(sorted({position % len(io.objects) for position in failing}))
+        life = self.lives[io.log, io.segment]
+        assert life.seq == io.seq, "a segment is not given up under its I/O"
+        for position, stored in enumerate(io.objects):
+            if isinstance(io, ev.Write):
+                assert self.arena[stored.offset] == name_of(stored), "a slot is not written while it is read"
+                if position < min(failed, default=len(io.objects)):
+                    life.records[stored.at] = name_of(stored)
+                    life.end = stored.at + HEADER + size_of(stored)
+            elif position in failed:
+                self.arena.pop(stored.offset, None)
+            else:
+                self.arena[stored.offset] = life.records[stored.at]
+        if isinstance(io, ev.Write) and failed:
+            # What is written again goes to the same place, also if a purge came between: it would be gone after a
+            # restart, which is no more than a miss.
+            self._forgotten[io.log] = min(self._forgotten.get(io.log, (0, 0)), (life.seq, life.end))
+        return ev.Done(number, failed)

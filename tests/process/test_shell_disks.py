@@ -1,0 +1,252 @@
+"""The manager's loop with disks that are slow, unordered and failing: whatever they do, an answer's bytes are right.
+
+Everything is real but the disks: sockets, frames, the arena, the loop, threads that answer late. What an object holds
+follows from its key; disks keep bytes by place, and lose, refuse or delay what they like.
+"""
+
+import random
+import tempfile
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from peers import Engine, keys_of, status, until
+
+from kvhold import protocol as wire
+from kvhold.core import events as ev
+from kvhold.core.limits import Limits
+from kvhold.manager.config import ManagerConfig
+from kvhold.manager.listener import Listener
+from kvhold.manager.memory import ArenaMemory
+from kvhold.manager.server import Server
+
+SHARD = 32 << 10
+DRAM = 2 << 20
+SEGMENT = 512 << 10
+SEGMENTS = 12
+CHAINS, LENGTH = 6, 40
+DEEDS = ["store", "store", "ask", "ask", "again", "twice", "release", "started", "purge", "spoiled"]
+Held = dict[int, tuple[int, list[tuple[int, int]]]]
+"""By operation: its revision, and (key, offset) of what is leased."""
+
+
+def text_of(key: int) -> str:
+    return f"object {key:08} " * (SHARD // 16)
+
+
+class SlowDisk:
+    """Answers from a thread of its own, a few I/Os at a time in any order; ``luck`` decides what fails."""
+
+    def __init__(self, arena: memoryview, luck: random.Random) -> None:
+        self.records: dict[tuple[int, int, int], tuple[tuple[bytes, int, bytes], bytes]] = {}
+        self.lives: dict[int, int] = {}
+        self.submitted = 0
+        self.answered = 0
+        self._arena = arena
+        self._luck = luck
+        self._waiting: list[ev.ToLog] = []
+        self._changed = threading.Condition()
+        self._closing = False
+
+    def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
+        tell(ev.LogOpened(log, SEGMENTS, SEGMENT))
+        tell(ev.Segments(log, ()))
+        tell(ev.LogReady(log))
+        threading.Thread(target=self._run, args=(tell,), daemon=True).start()
+
+    def submit(self, effect: ev.ToLog) -> None:
+        with self._changed:
+            if not isinstance(effect, ev.Cancel):
+                self.submitted += 1
+                self._waiting.append(effect)
+            self._changed.notify()
+
+    def report(self) -> dict[str, object]:
+        return {}
+
+    def close(self, seconds: float) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def _run(self, tell: Callable[[ev.Event], None]) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if self._closing:
+                    return
+                # Writes and what concerns segments stay in order; reads overtake as they like.
+                reads = [io for io in self._waiting if isinstance(io, ev.Read)]
+                others = [io for io in self._waiting if not isinstance(io, ev.Read)]
+                io = self._luck.choice(reads + others[:1])
+                self._waiting.remove(io)
+            done = self._carry_out(io)
+            self.answered += 1
+            tell(done)
+            if self._luck.random() < 0.1:
+                tell(done)  # a second answer means nothing
+
+    def _carry_out(self, io: ev.ToLog) -> ev.Done:
+        assert not isinstance(io, ev.Cancel)
+        failed: list[int] = []
+        if isinstance(io, ev.Write):
+            for position, stored in enumerate(io.objects):
+                if failed or self._luck.random() < 0.03:
+                    failed.append(position)
+                    continue
+                payload = bytes(self._arena[stored.offset : stored.offset + SHARD])
+                name = stored.namespace, stored.group, stored.key
+                self.records[io.segment, io.seq, stored.at] = name, payload
+        elif isinstance(io, ev.Read):
+            for position, stored in enumerate(io.objects):
+                name, payload = self.records[io.segment, io.seq, stored.at]
+                assert name == (stored.namespace, stored.group, stored.key)
+                good = self._luck.random() >= 0.05
+                self._arena[stored.offset : stored.offset + SHARD] = payload if good else bytes(SHARD)
+                if not good:
+                    failed.append(position)
+        elif isinstance(io, ev.Reuse):
+            assert io.seq > self.lives.get(io.segment, 0)
+            self.lives[io.segment] = io.seq
+            if self._luck.random() < 0.1:
+                failed.append(0)
+        elif self._luck.random() < 0.1:
+            failed.append(0)
+        return ev.Done(io.io, tuple(failed))
+
+
+@contextmanager
+def manager(luck: random.Random) -> Iterator[tuple[Path, SlowDisk]]:
+    with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:
+        path = Path(folder) / "kvhold.sock"
+        memory = ArenaMemory(DRAM, huge_pages=False)
+        disk = SlowDisk(memory.view, luck)
+        config = ManagerConfig(
+            path, DRAM, limits=Limits(retry_ns=10_000_000, write_batch=256 << 10, read_bytes=256 << 10)
+        )
+        listener = Listener(path)
+        server = Server(config, listener, memory, [disk])
+        listener.listen()
+        loop = threading.Thread(target=server.run)
+        loop.start()
+        try:
+            yield path, disk
+        finally:
+            server.stop()
+            loop.join(10)
+            assert not loop.is_alive()
+
+
+def write(engine: Engine, chain: list[int], done: int, count: int) -> int:
+    """Publish ``count`` more objects of ``chain`` after its first ``done``; how many are published then."""
+    scheduler = engine.scheduler
+    scheduler.slots(1)
+    part = chain[done : done + min(count, len(scheduler.rows))]
+    for key, offset in zip(part, scheduler.offsets, strict=False):
+        engine.worker.write(offset, text_of(key))
+    rows, epochs = array("I", scheduler.rows[: len(part)]), array("Q", scheduler.epochs[: len(part)])
+    del scheduler.rows[: len(part)], scheduler.offsets[: len(part)], scheduler.epochs[: len(part)]
+    parent = keys_of([chain[done - 1]]) if done else b""
+    scheduler.send(wire.Commit(1, parent, done, keys_of(part), rows.tobytes(), epochs.tobytes(), (SHARD,)))
+    return done + len(part)
+
+
+def ask(engine: Engine, op: int, revision: int, chain: list[int], held: Held) -> None:
+    """Ask, perhaps change one's mind, and look at every byte of the answer."""
+    engine.scheduler.send(wire.Query(op, revision, 1, 0, keys_of(chain)))
+    while (answer := engine.scheduler.expect(wire.Answer)).revision != revision:
+        pass
+    assert answer.op == op
+    offsets = array("Q", answer.offsets)
+    assert len(offsets) == answer.resident <= len(chain)
+    leased = list(zip(chain, offsets, strict=False))
+    for key, offset in leased:
+        assert engine.worker.read(offset, 16 * (SHARD // 16)) == text_of(key)
+    held[op] = revision, leased
+    if not leased:
+        del held[op]
+
+
+def play(seed: int, steps: int) -> dict[str, int]:
+    luck = random.Random(seed)
+    chains = [[chain << 16 | position for position in range(LENGTH)] for chain in range(CHAINS)]
+    with manager(random.Random(seed + 1)) as (path, disk):
+        engines = [Engine(path, name, slots=8, shard=SHARD) for name in ("one", "two")]
+        held: list[Held] = [{}, {}]
+        op = 0
+        for _ in range(steps):
+            who = luck.randrange(2)
+            engine, mine, chain = engines[who], held[who], luck.choice(chains)
+            match luck.choice(DEEDS):
+                case "store":
+                    at = luck.choice([0, 0, LENGTH // 2])
+                    for _ in range(luck.randrange(1, 5)):
+                        at = write(engine, chain, at, 8)
+                        if at >= LENGTH:
+                            break
+                case "ask":
+                    op += 1
+                    ask(engine, op, 1, chain[: luck.randrange(1, LENGTH)], mine)
+                case "again" if mine:
+                    one = luck.choice(list(mine))
+                    ask(engine, one, mine[one][0] + 1, chain, mine)
+                case "twice":
+                    op += 1
+                    engine.scheduler.send(wire.Query(op, 1, 1, 0, keys_of(luck.choice(chains))))
+                    ask(engine, op, 2, chain, mine)
+                case "release" if mine:
+                    one = luck.choice(list(mine))
+                    engine.scheduler.send(wire.Release(((one, mine.pop(one)[0]),)))
+                case "started" if mine:
+                    # What was leased is still there however long it takes.
+                    one = luck.choice(list(mine))
+                    engine.scheduler.send(wire.Started((one,)))
+                    revision, leased = mine.pop(one)
+                    for key, offset in leased:
+                        assert engine.worker.read(offset, 16) == text_of(key)[:16]
+                    engine.scheduler.send(wire.Release(((one, revision),)))
+                case "spoiled" if mine and luck.random() < 0.3:
+                    engine.scheduler.send(wire.Spoiled(luck.choice(list(mine))))
+                case "purge" if luck.random() < 0.05:
+                    admin = type(engine.scheduler)(path)
+                    admin.join("admin")
+                    admin.send(wire.Purge())
+                    admin.expect(wire.Purged)
+                    admin.close()
+            if len(mine) > 3:
+                one = next(iter(mine))
+                engine.scheduler.send(wire.Release(((one, mine.pop(one)[0]),)))
+        for engine in engines:
+            engine.bye()
+
+        def quiet() -> bool:
+            said = status(path)
+            held = [said["accounts"][name] for name in ("credit", "leased", "loading", "doomed", "limbo")]
+            return not any(held) and not said["io_pending"] and not any(log["queued_writes"] for log in said["logs"])
+
+        until(quiet, "all I/O is answered, and nothing is held")
+        assert disk.submitted == disk.answered
+        counters: dict[str, int] = status(path)["counters"]
+        found = ("keys_asked", "keys_resident", "keys_read")
+        misses = [name for name in counters if name.startswith("keys_") and name not in found]
+        assert counters["keys_asked"] == counters["keys_resident"] + sum(counters[name] for name in misses)
+        return counters
+
+
+def test_answers_are_right_whatever_disks_do() -> None:
+    total: Counter[str] = Counter()
+    for seed in range(4):
+        total.update(play(seed, 150))
+    assert total["read_objects"] > 80, "hardly anything came from a disk"
+    assert total["write_objects"] > 200
+    assert total["read_failed"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_answers_are_right_for_long(seed: int) -> None:
+    play(seed, 600)

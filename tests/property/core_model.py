@@ -1,0 +1,538 @@
+"""The naive reference: what each engine was told and did, in sets and dictionaries, and what must follow from it.
+
+It never asks what the core remembers, but for one thing: which objects are known now and where. Which of them are
+evicted is the core's choice; the model knows what must not go, and what lies in each slot of the arena.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
+
+from core_world import Slot, audit, offsets_of, slots_of
+from fake_disks import FakeDisk, Name, name_of, size_of
+
+from kvhold.core import Core
+from kvhold.core import events as ev
+from kvhold.core.events import Effect, Event, Gone, Reason, Role
+from kvhold.core.limits import Limits
+from kvhold.core.rows import State
+from kvhold.core.segments import HEADER
+
+UNIT = 4096
+PAGE = 2 * UNIT
+PAGES = 16
+SLICE = 4
+WORLDS = {"one": 1, "two": 1, "tri": 2}
+SIZES = [1, 2, 3, 2]
+"""Units of an object by geometry. The third spans pages; the fourth has the first's name."""
+SEGMENT = 9 * UNIT
+"""Four of the smallest records, or one of the largest, and a footer."""
+LIMITS = {
+    "prepared_share": 0.5,
+    "engine_share": 0.4,
+    "speculative_share": 0.5,
+    "credit_share": 0.25,
+    "max_objects": 1000,
+    "queries": 3,
+    "operations": 4,
+    "read_bytes": 3 * UNIT,
+    "write_batch": 2 * (HEADER + UNIT),
+    "write_queue": 16,
+    "write_rate": 0,
+    "second_touch": False,
+    "answer_ns": 60,
+    "lease_ns": 150,
+    "stall_ns": 200,
+    "retry_ns": 80,
+}
+"""Little of everything, so that budgets and deadlines are met often."""
+
+
+Fresh = dict[Name, set[int | None]]
+"""What an event may make known, and where."""
+
+
+class Piece(NamedTuple):
+    """One leased object."""
+
+    name: Name
+    offset: int
+    size: int
+
+
+@dataclass
+class Half:
+    """One session."""
+
+    id: int
+    role: Role
+    rank: int
+    engine: "Engine"
+    closed: bool = False  # lost, not proved dead
+    mapped: bool = False
+
+
+@dataclass
+class Space:
+    namespace: bytes
+    group: int
+    shards: tuple[int, ...]
+    want: int
+    credits: dict[int, Slot] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(self.shards)
+
+    def names(self, keys: list[bytes]) -> list[Name]:
+        return [(self.namespace, self.group, key) for key in keys]
+
+
+@dataclass
+class Asked:
+    """One operation that is not over, as its engine sees it."""
+
+    revision: int
+    exact: bool
+    ahead: bool
+    space: Space | None
+    names: list[Name]
+    skip: int = 0
+    chosen: list[Name] = field(default_factory=list)  # what may be read for it
+    extends: bool = False
+    crowded: bool = False  # there were too many questions, or answers
+    waits: bool = False
+    answered: int | None = None  # when
+    started: int | None = None
+    stalled: bool = False
+    short: bool = False
+    spoiled: bool = False
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Engine:
+    """One attachment: what its halves were told they hold."""
+
+    instance: str
+    halves: dict[int, Half] = field(default_factory=dict)  # those not proved gone
+    broken: bool = False
+    ready: bool = False
+    spaces: dict[int, Space] = field(default_factory=dict)
+    spent: list[Slot] = field(default_factory=list)
+    asked: dict[int, Asked] = field(default_factory=dict)
+    recalled: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def scheduler(self) -> Half | None:
+        return next((half for half in self.halves.values() if half.role is Role.SCHEDULER and not half.closed), None)
+
+    @property
+    def parts(self) -> set[int]:
+        """Who is here: 0 is the scheduler half, 1 the worker of rank 0, and so on."""
+        return {half.rank + 1 if half.role is Role.WORKER else 0 for half in self.halves.values()}
+
+    @property
+    def pending(self) -> int:
+        return sum(one.answered is None for one in self.asked.values())
+
+    def held(self) -> list[tuple[int, int]]:
+        credits = [(slot.offset, space.size) for space in self.spaces.values() for slot in space.credits.values()]
+        return credits + [(piece.offset, piece.size) for one in self.asked.values() for piece in one.pieces]
+
+
+class Before(NamedTuple):
+    """What an event found, as far as a check of what it did needs it."""
+
+    view: dict[Name, int | None]
+    held: int
+    prepared: dict[int, int]
+    ahead: dict[int, int]
+    used: dict[bytes, int]
+    objects: int
+    counters: Counter[str]
+
+
+class CoreModel:
+    """Drives a core and a disk, and checks all that either says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1
+        self.limits = Limits(**LIMITS)  # type: ignore[arg-type]
+        self.core = Core(PAGE, PAGES * PAGE, self.limits)
+        self.log: list[tuple[Event | None, int]] = []
+        self.told: list[list[Effect]] = []
+        self.engines: list[Engine] = []
+        self.halves: dict[int, Half] = {}
+        self.content: dict[int, Name] = {}  # offset -> what lies there in full
+        self.disk = FakeDisk(self.content)
+        self.seen: dict[Name, int | None] = {}  # what is known, and its slot if it can be read there
+        self.epochs: set[int] = set()
+        self.condemned: set[Name] = set()  # what a purge or a quarantine under way may take
+        self.purging: set[bytes] = set()  # namespaces; what is stored meanwhile into slots granted before may go too
+        self.doomed: set[Name] = set()  # what it must take: all of that but what was stored again
+        self.ending: set[Name] = set()  # chosen by operations whose end may still be under way
+        self.unrecovered: set[Name] = set()  # what is in a log but must not come back
+        self.sizes: dict[tuple[bytes, int], int] = {}
+        self.next_session = 1
+
+    # --- doing and checking -------------------------------------------------------------------------------------
+
+    def view(self) -> dict[Name, int | None]:
+        catalogue = self.core.catalogue
+        here = (State.RESIDENT, State.LEASED)
+        return {
+            (index.namespace.name, index.group, key): catalogue.offset[row] if catalogue.state[row] in here else None
+            for index in catalogue.indexes.values()
+            for part in index.maps
+            for key, row in part.items()
+        }
+
+    def before(self) -> Before:
+        core, states = self.core, self.core.accounts()
+        return Before(
+            self.seen,
+            states["leased"] + states["doomed"] + states["loading"],
+            {number: held.prepared for number, held in core.attachments.items()},
+            {number: held.ahead for number, held in core.attachments.items()},
+            {name: owner.used for name, owner in core.catalogue.namespaces.items()},
+            core.objects,
+            Counter(core.counters),
+        )
+
+    def do(self, event: Event | None, fresh: Fresh | None = None, back: int = 0) -> list[Effect]:
+        """Tell the core (None: one step); ``fresh`` is what may become known by it, and where.
+
+        Time goes on with each event; ``back`` is by how much the shell's clock is wrong.
+        """
+        fresh = fresh or {}
+        before = self.before()
+        if event is None:
+            self.log.append((None, self.now))
+            effects = self.core.step()
+        else:
+            told = self.now + 1 - back
+            self.log.append((event, told))
+            effects = self.core.handle(event, told)
+            went_back = self.core.counters["clock_went_back"] - before.counters["clock_went_back"]
+            assert went_back == (told < self.now)
+            self.now = max(told, self.now)
+        self.told.append(effects)
+        audit(self.core)
+        self.seen = after = self.view()
+        self.moved(event, before, fresh, effects)
+        self.budgets(event, before, effects)
+        self.doomed -= fresh.keys()
+        self.condemned |= {name for name in fresh if self.purging & {b"", name[0]}}
+        for effect in effects:
+            self.effect(effect, before)
+        if not self.core.has_work:
+            assert self.doomed.isdisjoint(after), "it outlived a purge"
+            self.condemned, self.doomed, self.ending, self.purging = set(), set(), set(), set()
+        return effects
+
+    def effect(self, effect: Effect, before: Before) -> None:
+        if isinstance(effect, ev.Read):
+            wanted = {name for engine in self.engines for one in engine.asked.values() for name in one.chosen}
+            assert {name_of(stored) for stored in effect.objects} <= wanted | self.ending, "nobody asked for that"
+        if isinstance(effect, get_args(ev.ToLog)):
+            self.disk.take(effect)  # type: ignore[arg-type]
+            if isinstance(effect, ev.Read | ev.Write):
+                self.no_overlap([(stored.offset, size_of(stored)) for stored in effect.objects], effect)
+        match effect:
+            case ev.Grant():
+                self.granted(effect)
+            case ev.Recall():
+                engine = self.halves[effect.session].engine
+                assert (
+                    len(engine.spaces[effect.space].credits) > effect.keep == self.target(engine.spaces[effect.space])
+                )
+                engine.recalled[effect.space] = effect.keep
+            case ev.Answer():
+                self.answered(effect, before)
+            case ev.Waiting():
+                one = self.halves[effect.session].engine.asked[effect.op]
+                assert one.revision == effect.revision
+                assert not one.waits
+                assert one.answered is None
+                assert effect.objects > 0
+                one.waits = True
+            case ev.Expired():
+                engine = self.halves[effect.session].engine
+                one = engine.asked.pop(effect.op)
+                assert one.revision == effect.revision
+                assert not engine.broken
+                assert one.answered is not None
+                assert one.started is None
+                assert self.now - one.answered >= self.limits.lease_ns
+            case ev.Stalled():
+                one = self.halves[effect.session].engine.asked[effect.op]
+                assert one.started is not None
+                assert self.now - one.started >= self.limits.stall_ns
+                assert not one.stalled
+                one.stalled = True
+
+    def no_overlap(self, extents: list[tuple[int, int]], but: Effect | None = None) -> None:
+        """Slots that are given away are nobody else's; those of a write may be read meanwhile, but not written."""
+        others = [piece for engine in self.engines for piece in engine.held()] if not isinstance(but, ev.Write) else []
+        if isinstance(but, ev.Write):
+            granted = [
+                (s.offset, sp.size) for e in self.engines for sp in e.spaces.values() for s in sp.credits.values()
+            ]
+            others += granted
+        for io in self.disk.flying.values():
+            if io is not but and isinstance(io, ev.Read | ev.Write):
+                others += [(stored.offset, size_of(stored)) for stored in io.objects]
+        for mine, size in extents:
+            assert 0 <= mine <= self.core.arena.total - size
+            for offset, length in others:
+                assert mine + size <= offset or offset + length <= mine
+
+    def moved(self, event: Event | None, before: Before, fresh: Fresh, effects: list[Effect]) -> None:
+        """What is known, and where, changed only as it may."""
+        after = self.seen
+        over = {(effect.session, effect.op) for effect in effects if isinstance(effect, ev.Expired)}
+        held = {
+            piece[:2]
+            for engine in self.engines
+            for op, one in engine.asked.items()
+            if not over or engine.scheduler is None or (engine.scheduler.id, op) not in over
+            for piece in one.pieces
+        }
+        ios = [io for io in self.disk.flying.values() if isinstance(io, ev.Read | ev.Write)]
+        held |= {(name_of(stored), stored.offset) for io in ios for stored in io.objects}
+        for name, offset in before.view.items():
+            if name not in after:
+                assert (name, offset) not in held or name in self.condemned, "it was held"
+            elif after[name] != offset and offset is not None:
+                assert after[name] in {None, *fresh.get(name, ())}, "it moved"
+                assert (name, offset) not in held, "it was held"
+            elif after[name] != offset:
+                assert isinstance(event, ev.Done) or name in fresh, "nothing came from a log"
+        for name in after.keys() - before.view.keys():
+            assert name in fresh, "from nowhere"
+            assert after[name] in fresh[name]
+        for name, offset in after.items():
+            assert offset is None or self.content.get(offset) == name, "wrong bytes"
+
+    def budgets(self, event: Event | None, before: Before, effects: list[Effect]) -> None:
+        core, limits, total, after = self.core, self.limits, self.core.arena.total, self.before()
+        written = sum(size_of(s) for effect in effects if isinstance(effect, ev.Write) for s in effect.objects)
+        assert after.held - written <= max(before.held, int(limits.prepared_share * total))
+        extends = any(one.extends for engine in self.engines for one in engine.asked.values())
+        for number, prepared in after.prepared.items():
+            assert prepared <= max(before.prepared.get(number, 0), int(limits.engine_share * total))
+            spare = int(limits.speculative_share * limits.engine_share * total)
+            assert after.ahead[number] <= max(before.ahead.get(number, 0), spare) or extends
+        assert after.objects <= max(before.objects, limits.max_objects)
+        for name, used in after.used.items():
+            quota = limits.quotas.get(name)
+            if quota is None:
+                continue
+            assert used <= max(before.used.get(name, 0), quota.limit)
+            asks = isinstance(event, ev.Query | ev.Prepare) or core.has_work or event is None or self.hungry(name)
+            if before.used.get(name, 0) <= quota.floor and not asks and not core.arena.draining_pages:
+                full = before.objects >= limits.max_objects
+                mine = {one for one, offset in before.view.items() if one[0] == name and offset is not None}
+                assert full or self.condemned or isinstance(event, ev.Done) or mine <= after.view.keys()
+        for counter in (after.counters, core.counters):
+            short = sum(counter[f"keys_{reason}"] for reason in Reason if reason)
+            assert counter["keys_asked"] == counter["keys_resident"] + short
+
+    def hungry(self, namespace: bytes) -> bool:
+        spaces = [space for engine in self.engines for space in engine.spaces.values() if space.namespace == namespace]
+        return any(len(space.credits) < self.target(space) for space in spaces)
+
+    def target(self, space: Space) -> int:
+        open_ = sum(space.want > 0 for engine in self.engines if not engine.broken for space in engine.spaces.values())
+        share = int(self.limits.credit_share * PAGES * PAGE) // max(2, open_)
+        return min(space.want, max(1, share // space.size))
+
+    def granted(self, grant: ev.Grant) -> None:
+        engine = self.halves[grant.session].engine
+        assert not engine.broken
+        assert engine.scheduler is self.halves[grant.session]
+        space = engine.spaces[grant.space]
+        for slot in slots_of(grant):
+            assert slot.epoch not in self.epochs
+            self.no_overlap([(slot.offset, space.size)])
+            self.epochs.add(slot.epoch)
+            self.content.pop(slot.offset, None)
+            space.credits[slot.row] = slot
+        assert len(space.credits) <= self.target(space)
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def answered(self, answer: ev.Answer, before: Before) -> None:
+        if answer.reason is Reason.DETACHED:
+            return  # the question's rule knows when
+        engine = self.halves[answer.session].engine
+        assert not engine.broken
+        one = engine.asked[answer.op]
+        assert one.revision == answer.revision, "an answer to another question"
+        assert one.answered is None, "answered twice"
+        one.answered, one.short = self.now, bool(answer.reason)
+        resident, offsets = answer.resident, offsets_of(answer)
+        assert resident <= len(one.names)
+        leased = one.names[one.skip : resident]
+        assert len(offsets) == len(leased)
+        for name, offset in zip(leased, offsets, strict=True):
+            assert self.content.get(offset) == name, "wrong bytes"
+        pieces = [Piece(name, offset, self.sizes[name[:2]]) for name, offset in zip(leased, offsets, strict=True)]
+        if one.pieces:
+            assert pieces[: len(one.pieces)] == one.pieces[: len(pieces)], "an extension keeps what it extends"
+        one.pieces = pieces
+        self.ending.update(one.chosen)
+        one.chosen = []
+        if one.exact:
+            assert resident in (0, len(one.names))
+            assert (resident < len(one.names)) == bool(answer.reason) or not one.names
+        self.reasoned(engine, one, answer, before)
+        if not pieces:
+            del engine.asked[answer.op]
+
+    def reasoned(self, engine: Engine, one: Asked, answer: ev.Answer, before: Before) -> None:
+        reason, resident = answer.reason, answer.resident
+        if reason is Reason.NONE:
+            assert resident == len(one.names)
+        if one.extends or one.exact or one.waits or one.crowded:
+            return
+        assert (resident < len(one.names)) == bool(reason)
+        if len(one.names) <= SLICE:
+            assert all(name in before.view for name in one.names[:resident])
+        match reason:
+            case Reason.NOT_STORED:
+                name = one.names[resident]
+                assert before.view.get(name) is None
+                assert name not in before.view or self.core.storage.devices  # in a segment that is being given up
+            case Reason.BUDGET:
+                assert one.names[resident] in before.view
+            case Reason.DEADLINE | Reason.READ_FAILED:
+                raise AssertionError("it did not wait")
+
+    def over(self, engine: Engine, op: int) -> None:
+        """The operation ends by what is told to the core next."""
+        one = engine.asked.pop(op, None)
+        if one is not None:
+            self.ending.update(one.chosen)
+
+    # --- sessions -----------------------------------------------------------------------------------------------
+
+    def refused(self, effects: list[Effect], session: int) -> None:
+        """A refused session is closed by the shell; its process may live."""
+        assert [type(effect) for effect in said(effects)] == [ev.Refuse]
+        self.leave(self.halves[session], Gone.UNKNOWN)
+
+    def leave(self, half: Half, how: Gone) -> None:
+        engine = half.engine
+        others = [other for other in engine.halves if other != half.id]
+        parted = [] if engine.broken or how is Gone.SAID else others
+        engine.broken = True
+        half.closed = True
+        if how is not Gone.UNKNOWN:
+            del engine.halves[half.id], self.halves[half.id]
+            if not engine.halves:
+                for op in list(engine.asked):
+                    self.over(engine, op)
+                self.engines.remove(engine)
+        effects = self.do(ev.Left(half.id, how))
+        assert [effect.session for effect in effects if isinstance(effect, ev.Part)] == parted
+
+    def drain(self) -> None:
+        for _ in range(1000):
+            if not self.core.has_work:
+                return
+            self.do(None)
+        raise AssertionError("work without an end")
+
+    def finish(self) -> None:
+        """Fair completions: every I/O is answered well, and time goes on."""
+        for _ in range(2000):
+            self.drain()
+            if self.disk.flying:
+                self.do(self.disk.finish(min(self.disk.flying)))
+            elif (at := self.core.storage.next_deadline) is not None:
+                self.now = max(self.now, at)
+                self.do(ev.Tick())
+            else:
+                return
+        raise AssertionError("I/O without an end")
+
+    # --- always -------------------------------------------------------------------------------------------------
+
+    def check_owners(self) -> None:
+        """What engines and I/O hold is in the right state, and what is in it is right."""
+        catalogue, arena = self.core.catalogue, self.core.arena
+
+        def state_of(offset: int, size: int) -> int:
+            run = arena.run_at(offset)
+            assert run.size == size
+            row = run.rows[(offset - run.base) // size]
+            assert row >= 0
+            return catalogue.state[row]
+
+        for engine in self.engines:
+            for space in engine.spaces.values():
+                for slot in space.credits.values():
+                    assert catalogue.epoch[slot.row] == slot.epoch
+                    assert catalogue.offset[slot.row] == slot.offset
+                    assert state_of(slot.offset, space.size) == (State.LIMBO if engine.broken else State.CREDIT)
+            for one in engine.asked.values():
+                for name, offset, size in one.pieces:
+                    if one.answered is None:  # what an extension took over may still be on its way
+                        assert state_of(offset, size) in (State.LEASED, State.DOOMED)
+                    assert state_of(offset, size) in (State.LEASED, State.DOOMED)
+                    assert self.content[offset] == name
+        for io in self.disk.flying.values():
+            if isinstance(io, ev.Read | ev.Write):
+                allowed = (State.LOADING, State.DOOMED) if isinstance(io, ev.Read) else (State.LEASED, State.DOOMED)
+                assert all(state_of(stored.offset, size_of(stored)) in allowed for stored in io.objects)
+        assert self.core.storage.pending == len(self.disk.flying)
+
+    def check_operations(self) -> None:
+        for engine in self.engines:
+            attachment = self.core.sessions[next(iter(engine.halves))].attachment
+            assert attachment.operations.keys() == engine.asked.keys()
+
+    def check_rest(self) -> None:
+        """With no work left, nothing is held but by an engine or an I/O, and nobody waits for nothing."""
+        core, states = self.core, self.core.accounts()
+        if core.has_work:
+            return
+        queued, unanswered = bool(core.storage._queued), False
+        held, extents = Counter[str](), set(self.disk.extents)
+        for engine in self.engines:
+            for space in engine.spaces.values():
+                held["limbo" if engine.broken else "credit"] += len(space.credits) * space.size
+            for one in engine.asked.values():
+                extents.update((piece.offset, piece.size) for piece in one.pieces)
+                unanswered |= one.answered is None
+                if one.answered is None and not engine.broken:
+                    assert one.waits, "a question was never answered"
+                    assert queued or any(map(self.disk.reads, one.chosen)), "it waits for nothing"
+        assert (states["credit"], states["limbo"]) == (held["credit"], held["limbo"])
+        rest = states["leased"] + states["doomed"] + states["loading"] - sum(size for _, size in extents)
+        assert rest >= 0
+        assert rest == 0 or queued or unanswered
+        assert not queued or core.storage.read_bytes >= self.limits.read_bytes
+
+    def check_room(self) -> None:
+        """Nobody waits for credits beside free room."""
+        arena = self.core.arena
+        if self.core.has_work:
+            return
+        for engine in self.engines:
+            for space in engine.spaces.values():
+                if engine.broken or engine.scheduler is None or len(space.credits) >= self.target(space):
+                    continue
+                quota = self.limits.quotas.get(space.namespace)
+                used = self.core.catalogue.namespaces[space.namespace].used
+                if quota is None or used + space.size <= quota.limit:
+                    assert not arena._open.get(space.size)
+                    assert arena._find(arena.span_of(space.size)) is None
+
+
+def said(effects: list[Effect]) -> list[Effect]:
+    """All but grants, recalls and I/O, which any event may bring."""
+    return [effect for effect in effects if not isinstance(effect, (ev.Grant, ev.Recall, *get_args(ev.ToLog)))]

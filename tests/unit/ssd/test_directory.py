@@ -1,0 +1,279 @@
+"""Opening a directory: one manager, one budget, one version, one log."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items
+
+from kvhold.core.segments import BLOCK
+from kvhold.tiers.ssd import files as layer
+from kvhold.tiers.ssd.directory import (
+    open_for_reading,
+    open_log,
+    reserve_bytes,
+    segment_size,
+)
+from kvhold.tiers.ssd.executor import Executor
+from kvhold.tiers.ssd.format import Flaw, SegmentHead, checksum
+from kvhold.tiers.ssd.survey import DirectoryError, segment_name
+
+SEGMENT = 128 << 10
+
+
+def budget(segments: int) -> int:
+    return segments * SEGMENT + (64 << 10)
+
+
+def filled(segments: int) -> FakeFiles:
+    """A log whose segments hold one object each, s0, s1, ... in this order."""
+    files = FakeFiles()
+    driver = Driver(files, budget(segments))
+    for index in range(segments):
+        assert driver.begin(index)
+        assert not driver.store(items(f"s{index}"))
+    driver.close()
+    return files.after_kill()
+
+
+@pytest.mark.parametrize("size", [1 << 20, 100 << 20, 300 << 20, 3 << 30, 10 << 30, 20 << 30, 8 << 40])
+def test_segments_fit_the_budget(size: int) -> None:
+    segment = segment_size(size)
+    assert segment % BLOCK == 0
+    assert segment <= 256 << 20
+    assert (size - reserve_bytes(size)) // segment >= 4
+    assert size < 16 << 30 or segment == 256 << 20
+
+
+def test_a_new_log(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "new" / "dir", 64 << 20, min_free=0)
+    assert len(log.numbers) == 4
+    assert log.heads == [None] * 4
+    assert (log.newest_seq, log.bytes_on_disk) == (0, 0)
+    assert (tmp_path / "new" / "dir").stat().st_mode & 0o777 == 0o700
+    log.close()
+    again = open_log(tmp_path / "new" / "dir", 64 << 20, min_free=0)
+    assert (again.id, again.segment_bytes) == (log.id, log.segment_bytes)
+    again.close()
+
+
+def test_the_second_manager_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "_LOCK_TRIES", 1)
+    first = open_log(tmp_path, 64 << 20, min_free=0)
+    (tmp_path.parent / "link").symlink_to(tmp_path)
+    for path in (tmp_path, tmp_path.parent / "link"):
+        with pytest.raises(DirectoryError, match=r"in use by another kvhold manager; stop that one, or"):
+            open_log(path, 64 << 20, min_free=0)
+    open_for_reading(tmp_path)  # looking is allowed
+    first.close()
+    open_log(tmp_path, 64 << 20, min_free=0).close()
+
+
+def test_too_small_a_budget_says_what_is_enough() -> None:
+    with pytest.raises(DirectoryError, match=r"ssd: 100KiB for /ssd is too small .* give at least 320KiB"):
+        open_log(ROOT, 100 << 10, files=FakeFiles())
+    open_log(ROOT, 320 << 10, files=FakeFiles())
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EIO, errno.ENOENT])
+@pytest.mark.parametrize("operation", ["make_directory", "names", "create", "write", "sync", "replace", "sync_names"])
+def test_a_directory_that_fails(operation: str, code: int) -> None:
+    files = FakeFiles()
+    files.fault = lambda called, name: code if called == operation else 0
+    with pytest.raises(DirectoryError, match=r"ssd: /ssd cannot be used: .*; check that"):
+        open_log(ROOT, budget(4), segment_bytes=SEGMENT, files=files)
+    assert not files.open_handles
+
+
+def test_a_smaller_budget_takes_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
+    files = filled(7)
+    driver = Driver(files)
+    found = driver.recover()
+    assert found.keys == {b"s3", b"s4", b"s5", b"s6"}
+    assert driver.log.numbers == [3, 4, 5, 6]
+    assert driver.log.removed_segments == 3
+    assert driver.log.bytes_on_disk == 4 * SEGMENT
+    assert sorted(name for name in files.files if name.endswith(".segment")) == [segment_name(n) for n in range(3, 7)]
+    # Core's numbers have no gaps, the files' do. All goes on.
+    for record in found:
+        assert driver.read(record) == Item(record[2]).payload
+    assert driver.begin(0)
+    assert not driver.store(items("new"))
+    assert driver.seal()
+    driver.close()
+    driver = Driver(files.after_kill(), budget(6))  # and up again
+    assert driver.log.numbers == [3, 4, 5, 6, 0, 1]
+    assert driver.recover().keys == {b"new", b"s4", b"s5", b"s6"}
+    driver.close()
+
+
+def test_damaged_segments_go_first() -> None:
+    files = filled(6)
+    for number in (4, 5):
+        files.files[segment_name(number)].now[100] ^= 1
+    driver = Driver(files)
+    assert driver.recover().keys == {b"s0", b"s1", b"s2", b"s3"}
+    driver.close()
+
+
+def test_a_budget_below_four_segments_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    files = filled(4)
+    log = open_log(ROOT, 320 << 10, min_free=0, files=files)
+    assert "begun anew" in caplog.text
+    assert log.segment_bytes == 64 << 10
+    assert log.removed_segments == 4
+    assert log.heads == [None] * 4
+    assert not [name for name in files.files if name.endswith(".segment")]
+    log.close()
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_another_version_is_refused(version: int) -> None:
+    files = filled(4)
+    block = files.files["kvhold.log"].now
+    block[8] = version
+    block[-16:] = checksum(bytes(block[:-16]))
+    before = {name: bytes(file.now) for name, file in files.files.items()}
+    with pytest.raises(DirectoryError, match=r"another version of the format, .* use another directory, or remove"):
+        Driver(files)
+    assert {name: bytes(file.now) for name, file in files.files.items()} == before
+    assert not files.open_handles
+
+
+@pytest.mark.parametrize("at", [None, 0, 8, 20, 40, 4000, 4090])
+def test_a_log_file_that_is_damaged_or_gone(at: int | None) -> None:
+    """The segments still say whose they are."""
+    files = filled(4)
+    if at is None:
+        del files.files["kvhold.log"]
+    else:
+        files.files["kvhold.log"].now[at] ^= 1
+    driver = Driver(files)
+    assert driver.log.bad_log
+    assert driver.recover().keys == {b"s0", b"s1", b"s2", b"s3"}
+    driver.close()
+    driver = Driver(files.after_kill())
+    assert not driver.log.bad_log
+    driver.close()
+
+
+def test_segments_of_two_logs_and_nobody_says_which() -> None:
+    files = filled(4)
+    files.files[segment_name(3)] = filled(4).files[segment_name(3)]
+    del files.files["kvhold.log"]
+    with pytest.raises(DirectoryError, match=r"segments of 2 logs .* remove the segments that do not belong"):
+        Driver(files)
+
+
+def test_nothing_but_rubbish_is_a_new_log() -> None:
+    files = FakeFiles()
+    files.files["kvhold.log"] = FakeFile(bytearray(b"rubbish"))
+    files.files[segment_name(0)] = FakeFile(bytearray(5000))
+    files.files["precious"] = FakeFile(bytearray(b"x"))
+    driver = Driver(files)
+    assert driver.begin(0)
+    assert not driver.store(items("a"))
+    driver.close()
+    assert files.files["precious"].now == b"x"
+    assert Driver(files.after_kill()).recover().keys == {b"a"}
+
+
+def test_a_copied_directory_works_and_is_not_mixed(tmp_path: Path) -> None:
+    def use(path: Path, key: bytes) -> set[bytes]:
+        log = open_log(path, budget(4), segment_bytes=SEGMENT, min_free=0)
+        driver = Driver(FakeFiles(), log=log)
+        found = driver.recover()
+        for record in found:
+            assert driver.read(record) == Item(record[2]).payload
+        assert driver.begin(len(found.segments))
+        assert not driver.store([Item(key)])
+        driver.close()
+        return found.keys
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert use(one, b"a") == set()
+    shutil.copytree(one, two)
+    assert use(two, b"b") == {b"a"}
+    assert use(one, b"c") == {b"a"}
+    assert use(two, b"d") == {b"a", b"b"}
+    # A segment of another log is not taken for one of this.
+    three = tmp_path / "three"
+    assert use(three, b"x") == set()
+    shutil.copy(three / segment_name(0), one / segment_name(3))
+    assert use(one, b"e") == {b"a", b"c"}
+
+
+def test_min_free_is_kept() -> None:
+    files = FakeFiles()
+    log = open_log(ROOT, budget(4), min_free=1 << 20, segment_bytes=SEGMENT, files=files)
+    driver = Driver(files, log=log)
+    files.free = (1 << 20) + SEGMENT - 1
+    assert not driver.begin(0)
+    assert segment_name(0) not in files.files
+    assert driver.executor.counters().errors == {"ENOSPC": 1}
+    files.free += 1
+    assert driver.begin(1)
+    driver.close()
+
+
+def test_too_little_room_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    files = FakeFiles()
+    files.free = 3 * SEGMENT
+    open_log(ROOT, budget(4), min_free=SEGMENT, segment_bytes=SEGMENT, files=files)
+    assert "only 256KiB can be had there while 128KiB stay free (min_free)" in caplog.text
+
+
+def test_numbers_of_lives_are_not_used_again() -> None:
+    """Neither after damage to the newest segment's header nor after its file is gone."""
+    files = filled(4)
+    files.files[segment_name(3)].now[40] ^= 1
+    log = open_log(ROOT, budget(4), files=files)
+    assert log.heads[3] is Flaw.DAMAGED
+    assert log.newest_seq > 4
+    log.close()
+    driver = Driver(files.after_kill())
+    driver.seq = 3
+    assert not driver.begin(3)
+    assert driver.executor.counters().errors == {"Refused": 1}
+    driver.close()
+    files = filled(4)
+    driver = Driver(files)
+    assert driver.forget(namespace=b"")
+    driver.close()
+    del files.files[segment_name(3)]
+    driver = Driver(files.after_kill())
+    assert driver.log.newest_seq == 4
+    assert driver.begin(3)
+    assert not driver.store(items("later"))
+    driver.close()
+    assert Driver(files.after_kill()).recover().keys == {b"later"}
+
+
+def test_heads_say_what_was_there() -> None:
+    log = open_log(ROOT, budget(5), files=filled(4))
+    assert [isinstance(head, SegmentHead) for head in log.heads] == [True] * 4 + [False]
+    assert [head.seq for head in log.heads if isinstance(head, SegmentHead)] == [1, 2, 3, 4]
+
+
+def test_real_files_from_start_to_kill(tmp_path: Path) -> None:
+    """The whole way on this machine's filesystem."""
+    log = open_log(tmp_path, budget(4), segment_bytes=SEGMENT, min_free=0)
+    driver = Driver(FakeFiles(), log=log)
+    assert driver.begin(0)
+    assert not driver.store(items("a", "b"))
+    assert driver.seal()
+    assert driver.begin(1)
+    assert not driver.store(items("c"))
+    driver.close()
+    assert (tmp_path / segment_name(0)).stat().st_size == SEGMENT
+    log = open_log(tmp_path, budget(4), min_free=0)
+    assert log.bytes_on_disk >= 2 * SEGMENT
+    driver = Driver(FakeFiles(), log=log)
+    found = driver.recover()
+    assert found.keys == {b"a", b"b", b"c"}
+    assert [segment.sealed for segment in found.segments] == [False, True]
+    for record in found:
+        assert driver.read(record) == Item(record[2]).payload
+    driver.close()
+    assert isinstance(driver.executor, Executor)

@@ -1,0 +1,186 @@
+"""What was forgotten stays forgotten, and what was stored later does not."""
+
+import errno
+
+import pytest
+from ssd_fakes import ROOT, Driver, FakeFiles, items
+
+from kvhold.core.segments import BLOCK
+from kvhold.tiers.ssd.tombstones import PER_BLOCK, Tombstones
+
+LOG = b"L" * 16
+PATH = ROOT / "kvhold.tombstones"
+N, M = b"n" * 32, b"m" * 32
+
+
+def record(key: bytes, seq: int, at: int, namespace: bytes = N, group: int = 0):  # type: ignore[no-untyped-def]
+    return (namespace, group, key, (BLOCK,), 0, 0, seq, at, 0)
+
+
+def opened(files: FakeFiles, limit: int = 1 << 20) -> Tombstones:
+    stones = Tombstones(files, PATH, LOG, limit)
+    stones.load()
+    return stones
+
+
+def test_a_position_divides_before_from_after() -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    stones.append([(N, 0, b"a"), (N, 1, b"b")], None, (5, 8192))
+    for stones in (stones, opened(files)):  # noqa: B020
+        assert stones.hides(record(b"a", 5, 4096))
+        assert stones.hides(record(b"a", 4, 1 << 20))
+        assert not stones.hides(record(b"a", 5, 8192))
+        assert not stones.hides(record(b"a", 6, 4096))
+        assert not stones.hides(record(b"b", 5, 4096))  # of another group
+        assert stones.hides(record(b"b", 5, 4096, group=1))
+        assert not stones.hides(record(b"a", 5, 4096, namespace=M))
+        assert stones.newest_seq == 5
+
+
+def test_a_namespace_and_everything() -> None:
+    files = FakeFiles()
+    opened(files).append([], N, (5, 8192))
+    stones = opened(files)
+    assert stones.hides(record(b"x", 5, 4096, group=3))
+    assert not stones.hides(record(b"x", 5, 4096, namespace=M))
+    stones.append([], b"", (3, 4096))
+    stones = opened(files)
+    assert stones.hides(record(b"x", 2, 4096, namespace=M))
+    assert not stones.hides(record(b"x", 3, 4096, namespace=M))
+    assert stones.hides(record(b"x", 5, 4096))
+
+
+def test_an_earlier_position_does_not_shadow_a_later_one() -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    stones.append([(N, 0, b"a")], None, (9, 4096))
+    stones.append([(N, 0, b"a")], None, (3, 4096))
+    assert opened(files).hides(record(b"a", 8, 4096))
+
+
+@pytest.mark.parametrize("count", [1, PER_BLOCK, PER_BLOCK + 1, 3 * PER_BLOCK + 1])
+def test_no_flipped_bit_brings_anything_back(count: int) -> None:
+    files = FakeFiles()
+    keys = [b"k%d" % index for index in range(count)]
+    opened(files).append([(N, 0, key) for key in keys], None, (5, 4096))
+    data = files.files[PATH.name].now
+    assert len(data) == 2 * BLOCK * -(-count // PER_BLOCK)
+    for at in range(0, len(data), 61):
+        data[at] ^= 1
+        stones = opened(files)
+        assert all(stones.hides(record(key, 4, 4096)) for key in keys)
+        assert stones.damaged == 1
+        data[at] ^= 1
+    assert opened(files).damaged == 0
+
+
+def test_damage_is_skipped_and_the_file_goes_on() -> None:
+    files = FakeFiles()
+    opened(files).append([(N, 0, b"a")], None, (5, 4096))
+    data = files.files[PATH.name].now
+    data += b"torn tail" * 100
+    stones = opened(files)
+    stones.append([(N, 0, b"b")], None, (5, 4096))
+    stones = opened(files)
+    assert stones.hides(record(b"a", 4, 0))
+    assert stones.hides(record(b"b", 4, 0))
+    other = Tombstones(files, PATH, b"M" * 16, 1 << 20)
+    other.load()
+    assert (len(other), other.damaged) == (0, 4)  # those of another log mean nothing
+
+
+def test_compaction_lets_go_of_what_hides_nothing() -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    for seq in range(1, 41):
+        stones.append([(N, 0, b"key %d" % seq)], None, (seq, 4096))
+    assert len(files.files[PATH.name].now) == 80 * BLOCK
+    stones.compact(31)
+    assert len(files.files[PATH.name].now) == 2 * BLOCK
+    stones = opened(files)
+    assert len(stones) == 10
+    assert stones.hides(record(b"key 40", 31, 4096))
+    stones.append([(N, 0, b"more")], None, (41, 4096))
+    assert len(opened(files)) == 11
+    stones.compact(99)
+    assert len(opened(files)) == 0
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "replace", "sync_names"])
+def test_compaction_that_fails_loses_nothing(operation: str) -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    for seq in range(1, 41):
+        stones.append([(N, 0, b"key %d" % seq)], None, (seq, 4096))
+    files.fault = lambda called, name: errno.EIO if called == operation else 0
+    with pytest.raises(OSError, match="error"):
+        stones.compact(31)
+    files.fault = lambda called, name: 0
+    stones.append([(N, 0, b"more")], None, (41, 4096))
+    after = opened(files)
+    assert all(after.hides(record(b"key %d" % seq, seq - 1, 0)) for seq in range(31, 41))
+    assert after.hides(record(b"more", 40, 0))
+
+
+def test_too_many_become_one_that_hides_more(caplog: pytest.LogCaptureFixture) -> None:
+    files = FakeFiles()
+    limit = 16 * BLOCK
+    stones = opened(files, limit)
+    for seq in range(1, 20 * PER_BLOCK):
+        stones.append([(N, 0, b"key %d" % seq)], None, (seq, 4096))
+        assert len(files.files[PATH.name].now) <= limit
+    stones = opened(files, limit)
+    assert all(stones.hides(record(b"key %d" % seq, seq - 1, 0)) for seq in range(1, 20 * PER_BLOCK))
+    assert not stones.hides(record(b"key 1", 20 * PER_BLOCK, 0))
+    assert "a restart will be cold" in caplog.text
+
+
+def test_a_torn_append_hides_all_or_is_not_acknowledged() -> None:
+    """Power loss while tombstones are written: those acknowledged before stay."""
+    for fate in range(6):
+        files = FakeFiles()
+        stones = opened(files)
+        stones.append([(N, 0, b"a")], None, (5, 4096))
+        files.fault = lambda called, name: errno.EIO if called == "sync" else 0
+        with pytest.raises(OSError, match="error"):
+            stones.append([(N, 0, b"b")], None, (5, 4096))
+        after = opened(files.after_power_loss(lambda n, fate=fate: fate % n))  # type: ignore[misc]
+        assert after.hides(record(b"a", 4, 0))
+
+
+def test_forgetting_in_a_log() -> None:
+    files = FakeFiles()
+    driver = Driver(files)
+    assert driver.begin(0)
+    assert not driver.store(items("a", "b", "c") + items("p", namespace=M))
+    assert driver.forget(*items("a", "c"))
+    assert not driver.store(items("a", "d"))  # again, and later
+    assert driver.forget(namespace=M)
+    driver.close()
+    files = files.after_kill()
+    driver = Driver(files)
+    found = driver.recover()
+    assert sorted(record[2] for record in found) == [b"a", b"b", b"d"]
+    assert found.counts["tombstoned"] == 3
+    assert driver.forget(namespace=b"")
+    assert driver.begin(1)
+    assert not driver.store(items("e"))
+    driver.close()
+    driver = Driver(files.after_kill())
+    assert driver.recover().keys == {b"e"}
+    driver.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_a_forgetting_that_fails_says_so(code: int) -> None:
+    files = FakeFiles()
+    driver = Driver(files)
+    assert driver.begin(0)
+    assert not driver.store(items("a"))
+    files.fault = lambda operation, name: code if name == PATH.name else 0
+    assert not driver.forget(*items("a"))
+    files.fault = lambda operation, name: 0
+    assert driver.executor.counters().errors == {errno.errorcode[code]: 1}
+    assert driver.forget(*items("a"))
+    driver.close()
