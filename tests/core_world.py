@@ -120,7 +120,7 @@ class World:
         self.handle(ev.LogOpened(log, segments, segment_bytes, 1))
         if life is not None:
             found = tuple((*name, (size,), at) for at, name in life.records.items())
-            self.handle(ev.Segments(log, ((0, 1),)))
+            self.handle(ev.Segments(log, ((0, 1, 0),)))
             self.handle(ev.Recovered(log, 0, found))
         self.handle(ev.LogReady(log))
 

@@ -39,3 +39,15 @@ def format_size(size: int) -> str:
             return f"{value:.4g}{unit}"
         value /= 1024
     return f"{value:.4g}TiB"
+
+
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([smhd])\s*$", re.IGNORECASE)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds named by ``text``: a number and a unit, ``s``, ``m``, ``h`` or ``d``. Raises ValueError."""
+    match = _DURATION.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time; write it like '90s', '30m', '12h' or '7d'")
+    return float(match[1]) * _SECONDS[match[2].lower()]

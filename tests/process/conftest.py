@@ -1,6 +1,8 @@
 """Fixtures of the process tests: real managers on real sockets, in folders of their own."""
 
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -55,3 +57,22 @@ def puppet(folder: Path) -> Iterator[Callable[[], Puppet]]:
     yield make
     for each in puppets:
         each.kill()
+
+
+@pytest.fixture
+def tmpfs(folder: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a filesystem of some size below ``folder``, where that may be done."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        where = folder / f"fs{len(mounted)}"
+        where.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "kvhold-test", str(where)]
+        if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("nothing can be mounted here")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in mounted:
+        subprocess.run(["umount", "-l", str(where)], capture_output=True, check=False)

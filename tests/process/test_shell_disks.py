@@ -215,7 +215,7 @@ def play(seed: int, steps: int) -> dict[str, int]:
                     admin = type(engine.scheduler)(path)
                     admin.join("admin")
                     admin.send(wire.Purge())
-                    admin.expect(wire.Purged)
+                    assert isinstance(admin.receive(), wire.Purged | wire.Refused)  # the disk may not take it
                     admin.close()
             if len(mine) > 3:
                 one = next(iter(mine))

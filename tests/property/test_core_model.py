@@ -58,7 +58,10 @@ def geometry_of(geometry: int, world: int) -> tuple[bytes, int, tuple[int, ...]]
 small = st.integers(0, 11)
 rarely = st.integers(0, 15).map(lambda number: number == 15)
 lies = st.sampled_from(["", "", "", "", "", "spent", "foreign", "epoch", "unknown", "twice"])
-records = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 5)), max_size=4)
+records = st.lists(
+    st.tuples(st.sampled_from([0, 0, 0, 1, 3]), st.integers(0, 1), st.integers(0, 2), st.integers(1, 5)), max_size=2
+)
+"""Pieces of chains: how far their geometry is from the engines', chain, first position, length."""
 
 
 class Machine(CoreModel, RuleBasedStateMachine):
@@ -78,12 +81,14 @@ class Machine(CoreModel, RuleBasedStateMachine):
     # --- the start ----------------------------------------------------------------------------------------------
 
     @initialize(
-        pages=st.integers(6, PAGES),
+        pages=st.sampled_from([5, 6, 8, PAGES]),
         geometry=st.integers(0, 2),
         slots=st.integers(1, 3),
         logs=st.sampled_from([0, 1, 1, 1, 2]),
-        segments=st.integers(2, 4),
+        segments=st.sampled_from([8, 4, 3, 2]),
         found=st.lists(records, max_size=2),
+        recovered=st.booleans(),
+        diligence=st.sampled_from([3, 3, 1, 0]),
     )
     def begin(
         self,
@@ -92,27 +97,37 @@ class Machine(CoreModel, RuleBasedStateMachine):
         slots: int,
         logs: int,
         segments: int,
-        found: list[list[tuple[int, int, int]]],
+        found: list[list[tuple[int, int, int, int]]],
+        recovered: bool,
+        diligence: int,
     ) -> None:
         """Two engines that share a namespace, and something stored; rules take it apart again."""
+        self.diligence = diligence  # writes that end with each commit
         self.recovering: list[ev.Recovered] = []
         self.unready = list(range(logs))
         self.do(ev.Populated(pages))
         for log in range(logs):
-            self.adopt(log, segments, found if log == 0 else [])
+            self.adopt(log, segments, found if log == 0 else [], geometry)
+        if recovered:
+            while self.recovering or self.unready:
+                self.recover()
         self.arrive("one", geometry, slots)
         self.arrive("two", geometry, slots)
-        self.store(0, 0, 0, 6)
-        self.store(1, 0, 1, 3)
+        for chain, length in ((0, 6), (1, 3)):
+            if self.speakers():  # what a log brought of another geometry may have turned them away
+                self.store(chain, 0, chain, length)
 
-    def adopt(self, log: int, segments: int, found: list[list[tuple[int, int, int]]]) -> None:
+    def adopt(self, log: int, segments: int, found: list[list[tuple[int, int, int, int]]], near: int) -> None:
         """A log is opened; what its segments hold is told of later."""
-        lives: list[tuple[int, int]] = []
+        lives: list[tuple[int, int, int]] = []
         for number, there in enumerate(found):
-            parts = [(geometry_of(geometry, 1), key(chain, position)) for geometry, chain, position in there]
-            sized = [((name, group, one), sum(shards)) for (name, group, shards), one in parts]
+            sized = []
+            for away, chain, first, length in there:
+                namespace, group, shards = geometry_of(3 if away == 3 else (near + away) % 3, 1)
+                names = [(namespace, group, key(chain, first + i)) for i in range(length)]
+                sized += [(name, sum(shards)) for name in names]
             life = self.disk.adopt(log, number, number + 1, sized, SEGMENT - UNIT)
-            lives.append((number, number + 1))
+            lives.append((number, number + 1, 0))
             batch = tuple((*name, (life.sizes[at],), at) for at, name in life.records.items())
             if batch:
                 self.recovering.append(ev.Recovered(log, number, batch))
@@ -241,8 +256,19 @@ class Machine(CoreModel, RuleBasedStateMachine):
         self.purging.add(namespace)
         waiting = {record[:3] for event in self.recovering for record in event.records}
         self.unrecovered |= {name for name in waiting if namespace in (b"", name[0])}
-        forgotten = [effect.namespace for effect in self.do(ev.Purge(namespace)) if isinstance(effect, ev.Forget)]
-        assert forgotten == [namespace] * len(self.core.storage.devices)
+        told = [effect.namespace for effect in self.do(ev.Purge(namespace)) if isinstance(effect, ev.Forget)]
+        assert [one for one in told if one is not None] == [namespace] * len(self.core.storage.devices)
+
+    @rule(namespace=st.sampled_from([b"", *NAMESPACES]), older=st.sampled_from([1, 30, 1000]))
+    def purge_old(self, namespace: bytes, older: int) -> None:
+        """Some of what is stored now may go, and nothing that somebody holds is touched."""
+        if self.recovering:
+            return  # whether a record is that old is told by its segment
+        self.condemned |= {name for name in self.seen if namespace in (b"", name[0])}
+        self.purging.add(namespace)
+        self.disk.partial = True
+        self.do(ev.Purge(namespace, older))
+        self.disk.partial = False
 
     # --- limits and time ----------------------------------------------------------------------------------------
 
@@ -348,6 +374,17 @@ class Machine(CoreModel, RuleBasedStateMachine):
                 gone = {name for name in gone if name in self.seen and self.seen[name] is None}
             self.do(done)
             assert not isinstance(flying, ev.Read) or not lost or gone.isdisjoint(self.seen) or self.restored(gone)
+
+    @rule(number=small, which=small, chain=st.integers(0, 1), quick=st.integers(1, 12))
+    def settle_down(self, number: int, which: int, chain: int, quick: int) -> None:
+        """Disks work well for a while, engines store more, and so what was stored before is in a log alone."""
+        for _ in range(quick):
+            if self.disk.flying:
+                self.do(self.disk.finish(min(self.disk.flying)))
+            if self.core.has_work:
+                self.do(None)
+        if self.speakers():
+            self.store(number, which, chain, 12)
 
     def restored(self, names: set[Name]) -> bool:
         """Known again after a purge: another copy than the one whose read failed."""
@@ -486,6 +523,9 @@ class Machine(CoreModel, RuleBasedStateMachine):
             assert sum(counted.values()) + over == len(slots)
         else:
             assert counted == {what: expected[what] for what in counted}
+        for _ in range(self.diligence):
+            if other := [number for number, io in self.disk.flying.items() if not isinstance(io, ev.Read)]:
+                self.do(self.disk.finish(min(other)))
 
     def loading(self, name: Name) -> bool:
         index = self.core.catalogue.find(*name[:2])
@@ -518,7 +558,9 @@ class Machine(CoreModel, RuleBasedStateMachine):
 
     def some_keys(self, space: Space | None, which: int, chain: int, length: int, twist: str) -> list[bytes]:
         known = sorted(name for name in self.seen if space and name[:2] == (space.namespace, space.group))
+        cold = [name for name in known if self.seen[name] is None]
         if known and twist != "far":
+            known = cold if cold and which % 2 else known
             chain = known[which * chain % len(known)][2][0]
         keys = [key(chain, position) for position in range(length)]
         if twist == "gap" and keys:

@@ -1,8 +1,10 @@
 """Sizes as people write and read them."""
 
+import re
+
 import pytest
 
-from kvhold.units import format_size, parse_size
+from kvhold.units import format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -65,3 +67,16 @@ def test_sizes_are_written(size: int, text: str) -> None:
 @pytest.mark.parametrize("size", [1, 4096, 3 << 20, 1 << 30, 12 << 40])
 def test_what_is_written_can_be_read(size: int) -> None:
     assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("1.5m", 90), ("12h", 43_200), (" 7 D ", 604_800), ("0s", 0)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1w", "1d2h", "nan s"])
+def test_what_is_not_a_duration_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        parse_duration(text)

@@ -1,8 +1,8 @@
 """``kvhold demo``: the main job on real input, and a check that it changes nothing.
 
-One prompt is answered four times: computed, from the engine's own cache, from kvhold after that cache was emptied, and
-from kvhold in another engine process. The manager is the one that the first engine starts by itself. Such a manager
-ends with its last engine, so the second engine attaches before the first one ends.
+One prompt is answered five times: computed, from the engine's own cache, from kvhold after that cache was emptied, from
+kvhold in another engine process, and from SSD after everything was killed. The manager is the one that the first engine
+starts by itself. Such a manager ends with its last engine, so the second engine attaches before the first one ends.
 """
 
 import importlib.util
@@ -24,8 +24,10 @@ from kvhold.cli.demo_engine import (
     DemoError,
     EngineProcess,
     await_populated,
+    await_written,
     end_manager,
     find_socket,
+    kill_manager,
     manager_report,
     whole_blocks,
 )
@@ -34,6 +36,7 @@ from kvhold.cli.demo_text import QUESTION, QUESTION_FOR_ANY_TEXT, TEXT, make_pro
 from kvhold.cli.demo_view import Progress, print_summary, why_no_hit
 
 ANSWER_TOKENS = 32
+_SSD = "300MiB"
 _POPULATE_SECONDS = 30.0
 _END_SECONDS = 10.0
 
@@ -43,7 +46,7 @@ OWN, KVHOLD = "local_cache_hit", "external_kv_transfer"
 
 @dataclass(frozen=True)
 class Run:
-    """One of the four."""
+    """One of the five."""
 
     name: str
     answer: Answer
@@ -60,7 +63,7 @@ def demo(
     question: Annotated[str | None, typer.Option(help="What to ask about the text.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engines' logs while they run.")] = False,
 ) -> None:
-    """Answer a question about a text computed, and restored by kvhold, and compare."""
+    """Answer a question about a text computed, and restored by kvhold, also after a crash, and compare."""
     progress = Progress(animate=not verbose)
     try:
         with _signals_raise(), progress:
@@ -104,7 +107,7 @@ def _run_all(
 
     # ``source`` is where the prompt's whole blocks must come from; None: they are computed.
     def run(name: str, engine: EngineProcess, source: str | None) -> None:
-        progress.say(f"{len(runs) + 1} of 4, {name}: a prompt of {len(tokens)} tokens")
+        progress.say(f"{len(runs) + 1} of 5, {name}: a prompt of {len(tokens)} tokens")
         answer = engine.run(tokens, ANSWER_TOKENS)
         runs.append(Run(name, answer))
         wanted = whole_blocks(len(tokens))
@@ -117,7 +120,8 @@ def _run_all(
             )
 
     progress.say("starting engine A, which starts a manager of its own")
-    with EngineProcess("A", model, len(tokens), folder, verbose, None) as first:
+    ssd = {"ssd": f"{folder / 'ssd'}:{_SSD}"}
+    with EngineProcess("A", model, len(tokens), folder, verbose, ssd) as first:
         first.await_start()
         await_populated(folder, _POPULATE_SECONDS)
         run("computed", first, None)
@@ -125,12 +129,18 @@ def _run_all(
         first.reset_prefix_cache()
         run("kvhold, after reset", first, KVHOLD)
         progress.say("starting engine B in a fresh process, on the same manager")
-        with EngineProcess("B", model, len(tokens), folder, verbose, find_socket(folder)) as second:
+        with EngineProcess("B", model, len(tokens), folder, verbose, {"socket": str(find_socket(folder))}) as second:
             second.await_start()
             first.end()
             run("kvhold, new engine", second, KVHOLD)
-            second.end()
-        return runs, first.about
+            await_written(folder, _POPULATE_SECONDS)
+            progress.say("killing engine B and the manager, and starting engine C")
+            kill_manager(folder)
+    with EngineProcess("C", model, len(tokens), folder, verbose, ssd) as third:
+        third.await_start()
+        run("SSD, all restarted", third, KVHOLD)
+        third.end()
+    return runs, first.about
 
 
 def _read(path: Path) -> str:
@@ -168,7 +178,7 @@ def _compare(runs: list[Run]) -> None:
     different = [run.name for run in runs if not same(run, computed)]
     if not different:
         count = len(computed.answer.tokens)
-        typer.echo(f"Identical in all four runs: the answer's {count} tokens and their logprobs, bit for bit.")
+        typer.echo(f"Identical in all five runs: the answer's {count} tokens and their logprobs, bit for bit.")
         return
     reason = f"the answers differ from the computed one in: {', '.join(different)}"
     if not same(own, computed) and all(same(run, own) for run in runs[2:]):

@@ -54,15 +54,13 @@ def whole_blocks(tokens: int) -> int:
 
 
 class EngineProcess:
-    """An engine in a process of its own, with ``folder`` for its log and as the home of its manager's socket.
+    """An engine in a process of its own, with ``folder`` for its log and as the home of its manager's socket."""
 
-    ``manager`` is the socket of the one to use; without it the engine does what it does by default.
-    """
-
-    def __init__(self, name: str, model: Path, prompt_tokens: int, folder: Path, verbose: bool, manager: Path | None):
+    def __init__(
+        self, name: str, model: Path, prompt_tokens: int, folder: Path, verbose: bool, settings: dict[str, str]
+    ) -> None:
         self.name = name
         self._log = folder / f"engine-{name}.log"
-        extra = {"kv_connector_extra_config": {"socket": str(manager)}} if manager else {}
         options = {
             "model": str(model),
             "dtype": "bfloat16",
@@ -77,7 +75,7 @@ class EngineProcess:
             "kv_cache_memory_bytes": _KV_CACHE_BYTES,
             "enforce_eager": True,
             "disable_log_stats": False,
-            "kv_transfer_config": CONNECTOR | extra,
+            "kv_transfer_config": CONNECTOR | {"kv_connector_extra_config": settings},
         }
         command = [sys.executable, "-m", "kvhold.cli.demo_worker", json.dumps(options)]
         with self._log.open("wb") as log:
@@ -199,6 +197,30 @@ def await_populated(folder: Path, seconds: float) -> None:
         if report is None or report["arena"]["populated"] >= report["arena"]["bytes"]:
             return
         time.sleep(0.1)
+
+
+def await_written(folder: Path, seconds: float) -> None:
+    """Wait until the manager has written to SSD what it has stored."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        report = manager_report(folder)
+        waits = report is not None and (report["io_pending"] or any(log["queued_writes"] for log in report["logs"]))
+        if report is None or not waits:
+            return
+        time.sleep(0.05)
+
+
+def kill_manager(folder: Path) -> None:
+    """End the manager as a crash would."""
+    pid = _manager_pid(folder)
+    if pid is None:
+        return
+    process = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        select.select([process], [], [], _GOODBYE_SECONDS)
+    finally:
+        os.close(process)
 
 
 def end_manager(folder: Path, seconds: float) -> bool:

@@ -60,11 +60,13 @@ def print_summary(question: str, runs: Sequence[tuple[str, Answer]], about: dict
     console.print()
     console.print(table)
     console.print()
-    after, fresh = (computed.first_token_seconds / answer.first_token_seconds for _, answer in runs[2:])
+    after, fresh, crashed = (computed.first_token_seconds / answer.first_token_seconds for _, answer in runs[2:])
     console.print(
-        f"First token from kvhold {after:.1f} times as fast as computed, {fresh:.1f} times in the fresh engine.\n"
+        f"First token from kvhold {after:.1f} times as fast as computed, {fresh:.1f} times in the fresh engine, "
+        f"{crashed:.1f} times from SSD.\n"
         "Manager: the one that engine A started, as an engine does where no `kvhold serve` runs.\n"
-        "Engine B attached to its socket, and A had ended before B was asked.\n"
+        "Engine B attached to its socket, and A had ended before B was asked. Then B and the manager were killed\n"
+        "(SIGKILL); engine C started another manager on the same SSD directory, and the prompt was its first.\n"
         f"SmolLM2-135M-Instruct on vLLM {about['vllm']}, {about['device']}, threads: {about['threads']}.",
         markup=False,
         soft_wrap=True,
@@ -97,5 +99,6 @@ def why_no_hit(computed: Answer, answer: Answer, report: dict[str, Any] | None, 
             f"manager  {counters.get('queries', 0)} queries, {counters.get('keys_resident', 0)} of "
             f"{counters.get('keys_asked', 0)} keys were here",
             f"manager  {len(report['sessions'])} sessions of engines",
+            *(f"manager  SSD {log.get('path')}: {log}" for log in report["logs"]),
         ]
     return lines + [f"log      {line}" for line in log if "kvhold" in line]

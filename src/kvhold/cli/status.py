@@ -7,7 +7,7 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask
-from kvhold.units import format_size
+from kvhold.units import format_size, parse_duration
 
 _PURGE_SECONDS = 60.0
 """It is over once every disk remembers it, and every object was looked at."""
@@ -44,11 +44,19 @@ def purge(
     namespace: Annotated[
         str, typer.Option(help="Only this namespace, in hex as `kvhold status --json` shows it.")
     ] = "",
+    older_than: Annotated[
+        str,
+        typer.Option(help="Only what is older, e.g. 7d: on SSD by when its segment was begun, else by its last use."),
+    ] = "",
 ) -> None:
-    """Forget what a manager has stored; what is being restored is kept until that ends."""
+    """Forget what a manager has stored, also after a restart; what is being restored is kept until that ends."""
     try:
         name = bytes.fromhex(namespace)
     except ValueError:
         raise typer.BadParameter(f"{namespace!r} is not hexadecimal") from None
-    ask(socket, wire.Purge(name), _PURGE_SECONDS)
+    try:
+        older = parse_duration(older_than) if older_than else 0.0
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    ask(socket, wire.Purge(name, older), _PURGE_SECONDS)
     typer.echo("purged")

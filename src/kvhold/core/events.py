@@ -208,9 +208,14 @@ class Return:
 
 @dataclass(slots=True, frozen=True)
 class Purge:
-    """Forget every object of ``namespace``, or all when empty. Leased bytes stay until released."""
+    """Forget every object of ``namespace``, or all when empty. Leased bytes stay until released.
+
+    With ``older`` (nanoseconds) only what is older: in a log by when its segment was begun, so that others there may go
+    as well; in DRAM alone by when it was used last.
+    """
 
     namespace: bytes = b""
+    older: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -247,10 +252,13 @@ class LogOpened:
 
 @dataclass(slots=True, frozen=True)
 class Segments:
-    """Which segments of a log may have records: (number, seq), the oldest life first. Comes before their records."""
+    """Which segments of a log may have records: (number, seq, age), the oldest life first. Comes before their records.
+
+    Ages are nanoseconds since a life was begun.
+    """
 
     log: int
-    lives: tuple[tuple[int, int], ...]
+    lives: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(slots=True, frozen=True)

@@ -160,9 +160,8 @@ class Queries:
         common, limits = self._common, self._common.limits
         attachment = common.speaker(event.session)
         parts = ((event.space, event.keys),) if isinstance(event, ev.Query) else event.parts
-        spaces = [attachment.spaces.get(number) for number, _ in parts] if attachment is not None else []
         common.counters["queries"] += 1
-        if attachment is None or not attachment.ready or None in spaces:
+        if attachment is None or not attachment.ready:
             return [ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.DETACHED)]
         if wrong := self._nonsense(attachment, event.op, parts):
             return [ev.Refuse(event.session, wrong)]
@@ -172,6 +171,9 @@ class Queries:
             return []
         if former is not None and former.phase is Phase.STARTED:
             return [ev.Refuse(event.session, f"operation {event.op} is being restored and cannot be asked anew")]
+        if any(number not in attachment.spaces for number, _ in parts):
+            answer = ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.DETACHED)
+            return [*(self._end(former, Kind.SUPERSEDED) if former else []), answer]
         replaced, pending = former is not None, former is not None and former.phase < Phase.ANSWERED
         crowded = attachment.answering - pending >= limits.queries or self.answering - pending >= limits.all_queries
         if crowded or len(attachment.operations) - replaced >= limits.operations:
@@ -430,14 +432,15 @@ class Queries:
         if operation is None or operation.phase not in (Phase.ANSWERED, Phase.STARTED):
             return
         catalogue = self._catalogue
-        last, positions = catalogue.next_epoch, self.storage.positions()
+        last, positions = catalogue.next_epoch, self.storage.positions(self._common.now)
         for part in list(operation.parts):
             rows = part.leased
             for start in range(0, len(rows), ev.MAX_BATCH):
                 names: list[tuple[bytes, int, bytes]] = []
                 for row in rows[start : start + ev.MAX_BATCH]:
                     # It may have been released meanwhile, and the row be another object's.
-                    if catalogue.key[row] and self.storage.stored_before(row, last, positions):
+                    same = catalogue.epoch[row] < last or self.storage.recorded_before(row, positions)
+                    if same and catalogue.key[row] and catalogue.owner[row] == part.index.id:
                         names.append((part.index.namespace.name, part.index.group, catalogue.key[row]))
                         catalogue.note(Kind.QUARANTINED, row)
                         self.storage.removing(row)

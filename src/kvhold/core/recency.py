@@ -5,6 +5,7 @@ namespace's share can be kept apart; stamps compare across lists. Leased rows st
 eviction is passed over and counts as used just now, so that leasing and releasing cost no list work at all.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import Generic, TypeVar
@@ -13,6 +14,9 @@ from kvhold.core.rows import Rows, State
 
 LOOK = 512
 """Rows that one search for a victim looks at before it gives up."""
+
+_TIME_STEP, _TIMES = 60_000_000_000, 1 << 15
+"""A minute, for three weeks, is how well it is known when something was used last."""
 
 T = TypeVar("T")
 
@@ -38,6 +42,7 @@ class Recency(Generic[T]):
         self._rows = rows
         self._clock = 0
         self._number = 0
+        self._times: deque[tuple[int, int]] = deque(maxlen=_TIMES)  # (time, clock then)
         # By size, of every list that is not empty: its oldest row's stamp when last looked at. Never newer than it is.
         self._heaps: dict[int, list[tuple[int, int, RecencyList[T]]]] = {}
 
@@ -77,6 +82,15 @@ class Recency(Generic[T]):
         if not lst.queued:
             lst.queued = True
             heappush(self._heaps.setdefault(lst.size, []), (self._rows.stamp[row], lst.number, lst))
+
+    def note_time(self, now: int) -> None:
+        """Remember, now and then, which uses came before ``now``."""
+        if not self._times or now - self._times[-1][0] >= _TIME_STEP:
+            self._times.append((now, self._clock))
+
+    def clock_at(self, then: int) -> int:
+        """Rows with a smaller or equal stamp were not used after ``then``; 0 if that is not known."""
+        return max((clock for time, clock in self._times if time <= then), default=0)
 
     def append(self, row: int, lst: RecencyList[T]) -> None:
         """Put a row that is in no list where the one used longest ago is."""
@@ -156,9 +170,10 @@ class Recency(Generic[T]):
     def victim(self, lst: RecencyList[T]) -> int | None:
         """The object of a list to evict next; held ones on the way to it are passed over."""
         newer, state = self._rows.newer, self._rows.state
-        for _ in range(LOOK):
+        first = newer[lst.head]
+        for look in range(LOOK):
             row = newer[lst.head]
-            if row == lst.head:
+            if row == lst.head or (look and row == first):
                 return None
             if state[row] == State.RESIDENT:
                 return row

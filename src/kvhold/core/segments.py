@@ -47,6 +47,7 @@ class Segment:
 
     number: int
     seq: int
+    born: int  # by the core's clock; before its zero for those of earlier processes
     end: int = HEADER  # where the next record goes
     rows: "array[int]" = field(default_factory=lambda: array("I"))
     tables: dict[int, int] = field(default_factory=dict)  # bytes by index
@@ -99,10 +100,10 @@ class Log:
         segment.end = at
         del segment.rows[len(segment.rows) - records :]
 
-    def begin(self, number: int) -> Segment:
+    def begin(self, number: int, now: int) -> Segment:
         """A new life of a free segment."""
         self.seq += 1
-        segment = self.segments[number] = Segment(number, self.seq)
+        segment = self.segments[number] = Segment(number, self.seq, now)
         return segment
 
     def retire(self, segment: Segment, failed: bool = False) -> None:
@@ -110,13 +111,13 @@ class Log:
         del self.segments[segment.number]
         (self.fresh if failed else self.free).append(segment.number)
 
-    def adopt(self, number: int, seq: int) -> None:
+    def adopt(self, number: int, seq: int, born: int) -> None:
         """A segment that was there when the log was opened, the oldest first. It takes no more records.
 
         Nobody knows what a crash left behind its last good record: what is appended there could make that count again.
         """
         self.fresh.remove(number)
-        segment = self.segments[number] = Segment(number, seq, self.segment_bytes)
+        segment = self.segments[number] = Segment(number, seq, born, self.segment_bytes)
         self.seq = max(self.seq, seq)
         self.sealed.append(segment)
 
@@ -127,6 +128,11 @@ class Log:
         if least is not None and least.live * SPARSE <= self.segment_bytes:
             return least
         return idle[0] if idle else None
+
+    def position_at(self, then: int) -> tuple[int, int]:
+        """(seq, byte offset) that the records of all segments begun by ``then`` lie before."""
+        seq = max((segment.seq for segment in self.segments.values() if segment.born <= then), default=0)
+        return min((seq, self.segment_bytes), self.position)
 
     @property
     def position(self) -> tuple[int, int]:

@@ -47,6 +47,7 @@ class Core:
         if now < self.common.now:
             self.counters["clock_went_back"] += 1
         self.common.now = self.common.story.now = max(now, self.common.now)
+        self.catalogue.recency.note_time(self.common.now)
         return self._follow(self._handle(event))
 
     def _handle(self, event: Event) -> list[Effect]:
@@ -208,19 +209,32 @@ class Core:
 
     def _purge(self, event: ev.Purge) -> Work:
         """Forget what is stored now; what is granted while this runs stays."""
-        catalogue = self.catalogue
-        last, positions = catalogue.next_epoch, self.storage.positions()
-        effects = self.storage.forget(namespace=event.namespace)
+        catalogue, storage = self.catalogue, self.storage
+        last, then = catalogue.next_epoch, self.common.now - event.older
+        unused = catalogue.recency.clock_at(then) if event.older else None
+        positions = storage.positions(then)
+        effects = storage.purge(event.namespace, positions)
         for start in range(0, len(catalogue.state), ev.MAX_BATCH):
+            names: list[tuple[bytes, int, bytes]] = []
             for row in range(start, min(start + ev.MAX_BATCH, len(catalogue.state))):
-                if catalogue.key[row] and self.storage.stored_before(row, last, positions):
-                    index = catalogue.indexes[catalogue.owner[row]]
-                    if event.namespace in (b"", index.namespace.name):
-                        catalogue.note(Kind.PURGED, row)
-                        self.storage.removing(row)
-                        catalogue.remove(row)
-                        self.counters["purged"] += 1
-            yield effects
+                if not catalogue.key[row]:
+                    continue
+                index = catalogue.indexes[catalogue.owner[row]]
+                if event.namespace not in (b"", index.namespace.name):
+                    continue
+                covered = storage.recorded_before(row, positions)
+                # When something in DRAM was stored is only known of its record: else its last use counts.
+                slot_is_old = catalogue.epoch[row] < last and (
+                    unused is None or (covered is None and catalogue.stamp[row] <= unused)
+                )
+                if covered or slot_is_old:
+                    if covered is False:  # written after this purge has begun
+                        names.append((index.namespace.name, index.group, catalogue.key[row]))
+                    catalogue.note(Kind.PURGED, row)
+                    storage.removing(row)
+                    catalogue.remove(row)
+                    self.counters["purged"] += 1
+            yield effects + (storage.forget(names) if names else [])
             effects = []
         yield effects
 

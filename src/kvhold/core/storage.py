@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
 from kvhold.core.arena import align
+from kvhold.core.catalogue import Index
 from kvhold.core.common import Common, Timer, Work
 from kvhold.core.events import Effect
 from kvhold.core.rows import State
@@ -71,7 +72,7 @@ class Device:
     write_errors: int = 0
     reads_again: int = 0  # not read before then
     reads: Timer[_Io] = field(default_factory=Timer)
-    purged: set[bytes] = field(default_factory=set)  # namespaces, b"" for all, while records are still being recovered
+    purged: list[tuple[bytes, int]] = field(default_factory=list)  # (namespace, up to seq) while records are recovered
 
 
 class Storage:
@@ -86,6 +87,7 @@ class Storage:
         self._queued: dict[int, None] = {}  # rows to be read, in order
         self._ios: dict[int, _Io] = {}
         self._reading: dict[int, _Io] = {}
+        self._writing: set[int] = set()
         self._next_io = 1
         self._ghosts = array("Q", bytes(8 * _GHOSTS))
 
@@ -112,8 +114,8 @@ class Storage:
 
     def found(self, event: ev.Segments) -> None:
         log = self.devices[event.log].log
-        for number, seq in event.lives:
-            log.adopt(number, seq)
+        for number, seq, age in event.lives:
+            log.adopt(number, seq, self._common.now - age)
 
     def recovered(self, event: ev.Recovered) -> None:
         """Records of one segment; of two of the same object the one of the younger segment counts."""
@@ -121,13 +123,17 @@ class Storage:
         device = self.devices[event.log]
         log = device.log
         segment = log.segments[event.segment]
+        geometry: tuple[bytes, int, int, tuple[int, ...]] | None = None  # of the record before: most are alike
+        index: Index | None = None
+        purged = False
         for namespace, group, key, shards, at in event.records:
-            if namespace in device.purged or b"" in device.purged:
-                continue
-            size = align(sum(map(align, shards)))
-            index = catalogue.index(namespace, group, len(key), shards, size)
+            if (namespace, group, len(key), shards) != geometry:
+                geometry = namespace, group, len(key), shards
+                size = align(sum(map(align, shards)))
+                purged = any(name in (b"", namespace) and segment.seq <= seq for name, seq in device.purged)
+                index = None if purged else catalogue.index(*geometry, size)
             if index is None:
-                self._common.counters["recovered_foreign"] += 1
+                self._common.counters["recovered_foreign"] += not purged
                 continue
             row = index.get(key)
             place = pack(log.number, segment.number, at)
@@ -135,6 +141,7 @@ class Storage:
                 if catalogue.objects >= limits.max_objects:
                     self._common.counters["recovered_over"] += 1
                     catalogue.drop_index_if_idle(index)
+                    geometry = None
                     continue
                 row = catalogue.recover(index, key, place)
             elif not catalogue.place[row]:
@@ -147,7 +154,7 @@ class Storage:
                 catalogue.place[row] = place
             segment.live += HEADER + size
             segment.rows.append(row)
-            segment.tables.setdefault(index.id, table_bytes(len(shards)))
+            segment.tables[index.id] = table_bytes(len(shards))
             self._common.counters["recovered"] += 1
 
     def ready(self, event: ev.LogReady) -> None:
@@ -333,6 +340,7 @@ class Storage:
         common = self._common
         batch.number = self._number(batch)
         device.writing = True
+        self._writing.update(batch.rows)
         self.write_bytes += batch.bytes
         if common.limits.write_rate:
             pause = batch.bytes * 1_000_000_000 // common.limits.write_rate
@@ -355,9 +363,9 @@ class Storage:
         """Get a segment ready to be opened: a free one, or else the oldest that nothing is read from."""
         log = device.log
         if log.free:
-            return [self._erase(device, log.begin(log.free.popleft()))]
+            return [self._erase(device, log.begin(log.free.popleft(), self._common.now))]
         if log.fresh and (self._common.now >= device.full_until or not log.sealed):
-            return [self._erase(device, log.begin(log.fresh.popleft()))]
+            return [self._erase(device, log.begin(log.fresh.popleft(), self._common.now))]
         if device.reclaiming:
             return []
         segment = log.to_reclaim()
@@ -396,32 +404,45 @@ class Storage:
         device.reclaiming = False
         log.retire(segment)
         log.free.remove(segment.number)
-        yield [self._erase(device, log.begin(segment.number))]
+        yield [self._erase(device, log.begin(segment.number, self._common.now))]
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def forget(self, names: Sequence[tuple[bytes, int, bytes]] = (), namespace: bytes | None = None) -> list[Effect]:
-        """Make a purge, or the loss of some objects, outlast the manager."""
+    def forget(self, names: Sequence[tuple[bytes, int, bytes]]) -> list[Effect]:
+        """Make the loss of some objects outlast the manager."""
+        return [self._forget(device, device.log.position, names, None) for device in self.devices.values()]
+
+    def purge(self, namespace: bytes, positions: dict[int, tuple[int, int]]) -> list[Effect]:
+        """Make a purge of what was recorded before ``positions`` outlast the manager."""
         effects: list[Effect] = []
-        for device in self.devices.values():
-            if namespace is not None and not device.ready:
-                device.purged.add(namespace)
-            io = self._new_io(device, "forget", None, [], 0)
-            effects.append(ev.Forget(io.number, device.log.number, *device.log.position, tuple(names), namespace))
+        for number, device in self.devices.items():
+            position = positions[number]
+            if not device.ready:
+                device.purged.append((namespace, position[0]))
+            effects.append(self._forget(device, position, (), namespace))
         return effects
 
-    def positions(self) -> dict[int, tuple[int, int]]:
-        """Where the logs end now, for :meth:`stored_before`."""
-        return {number: device.log.position for number, device in self.devices.items()}
+    def _forget(
+        self,
+        device: Device,
+        position: tuple[int, int],
+        names: Sequence[tuple[bytes, int, bytes]],
+        namespace: bytes | None,
+    ) -> Effect:
+        io = self._new_io(device, "forget", None, [], 0)
+        return ev.Forget(io.number, device.log.number, *position, tuple(names), namespace)
 
-    def stored_before(self, row: int, epoch: int, positions: dict[int, tuple[int, int]]) -> bool:
-        """Whether an object's slot was granted before ``epoch``, or its record lies before ``positions``."""
-        catalogue = self._common.catalogue
-        if catalogue.epoch[row] < epoch:
-            return True
-        if not catalogue.place[row]:
+    def positions(self, then: int) -> dict[int, tuple[int, int]]:
+        """What lies in segments that were begun by ``then`` lies before these, by log."""
+        return {number: device.log.position_at(then) for number, device in self.devices.items()}
+
+    def recorded_before(self, row: int, positions: dict[int, tuple[int, int]]) -> bool | None:
+        """Whether an object's record lies before ``positions``; None if it has none, nor is one being written."""
+        if row in self._writing:
             return False
-        log, segment, at = catalogue.segment_of(row)
+        if not self._common.catalogue.place[row]:
+            return None
+        log, segment, at = self._common.catalogue.segment_of(row)
         return (segment.seq, at) < positions.get(log.number, (0, 0))
 
     def done(self, event: ev.Done) -> list[Effect]:
@@ -485,6 +506,7 @@ class Storage:
         catalogue, device, counters, segment = self._common.catalogue, io.device, self._common.counters, io.segment
         assert segment is not None
         device.writing = False
+        self._writing.difference_update(io.rows)
         self.write_bytes -= io.bytes
         good = min(failed, default=len(io.rows))
         for position, row in enumerate(io.rows):

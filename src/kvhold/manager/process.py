@@ -42,7 +42,9 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         sweep(config.socket.parent)
     memory = ArenaMemory(config.dram, config.huge_pages)
     stores = []
-    for ssd in config.ssd:
+    for index, ssd in enumerate(config.ssd):
+        if ssd.path.resolve() in [other.path.resolve() for other in config.ssd[:index]]:
+            raise ConfigError(f"ssd: {ssd.path} is given twice; name each directory once, with its whole size")
         try:
             stores.append(SsdStore(ssd, memory.view))
         except ConfigError as error:

@@ -10,6 +10,7 @@ from kvhold.core import events as ev
 from kvhold.manager.config import ConfigError, SsdConfig
 from kvhold.tiers.ssd.directory import open_log
 from kvhold.tiers.ssd.executor import Executor
+from kvhold.tiers.ssd.format import SegmentHead
 from kvhold.tiers.ssd.recover import Found, Recovery
 from kvhold.tiers.ssd.survey import DirectoryError, Log
 
@@ -39,7 +40,12 @@ class SsdStore:
 
     def _recover(self, number: int, tell: Callable[[ev.Event], None]) -> None:
         begun = time.monotonic()
-        tell(ev.Segments(number, tuple(self._recovery.lives)))
+        now, lives = time.time_ns(), []
+        for segment, seq in self._recovery.lives:
+            head = self._log.heads[segment]
+            assert isinstance(head, SegmentHead)
+            lives.append((segment, seq, max(0, now - head.created)))
+        tell(ev.Segments(number, tuple(lives)))
         for part in self._recovery:
             if self._closing:
                 return

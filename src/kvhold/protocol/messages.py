@@ -107,9 +107,10 @@ class Status(_Message):
 
 
 class Purge(_Message):
-    """Admin: forget every object, or those of one namespace."""
+    """Admin: forget every object, or those of one namespace; with ``older`` only what is older than so many seconds."""
 
     namespace: bytes = b""
+    older: float = 0.0
 
 
 class Explain(_Message):

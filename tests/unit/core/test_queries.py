@@ -327,3 +327,10 @@ def test_leases_are_counted():
     assert engine.query(keys, op=2).reason is Reason.BUDGET
     world.settle(ev.Release(engine.scheduler, ((1, 1),)))
     assert engine.query(keys, op=2).resident == 2
+
+
+def test_a_new_revision_about_an_unknown_space_releases_what_the_former_one_leased():
+    world, engine, keys = stored(2)
+    engine.query(keys, op=1)
+    assert engine.query(keys, space=9, op=1, revision=2).reason is Reason.DETACHED
+    assert "leased" not in world.accounts

@@ -64,12 +64,14 @@ class RealFiles:
     def __init__(self) -> None:
         self._buffered: set[int] = set()  # handles without O_DIRECT
         self._warned = False
+        self._locks: dict[Path, tuple[Path, int]] = {}  # by directory: the lock file and its handle
 
     def lock(self, path: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         for left in reversed(range(_LOCK_TRIES)):  # a manager that is just being killed holds it for a moment
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._locks[path.parent] = path, handle
                 return handle
             except OSError as error:
                 if left and isinstance(error, BlockingIOError):
@@ -80,7 +82,10 @@ class RealFiles:
         raise AssertionError
 
     def make_directory(self, directory: Path) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
 
     def names(self, directory: Path) -> dict[str, int]:
         found = {}
@@ -92,6 +97,8 @@ class RealFiles:
 
     def open_segment(self, path: Path, *, create: bool = False, write: bool = True) -> int:
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        if write:
+            self._still_ours(path.parent)
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -144,6 +151,9 @@ class RealFiles:
 
     def close(self, handle: int) -> None:
         self._buffered.discard(handle)
+        for directory, (_, lock) in list(self._locks.items()):
+            if lock == handle:
+                del self._locks[directory]
         os.close(handle)
 
     def remove(self, path: Path) -> None:
@@ -162,6 +172,21 @@ class RealFiles:
     def free_bytes(self, directory: Path) -> int:
         status = os.statvfs(directory)
         return status.f_bavail * status.f_frsize
+
+    def _still_ours(self, directory: Path) -> None:
+        """Raise FileNotFoundError where another directory took the place of the one that was locked.
+
+        What lies below an unmounted filesystem, or was made anew after a removal, may be another manager's.
+        """
+        path, handle = self._locks.get(directory, (None, -1))
+        if path is None:
+            return
+        try:
+            here = os.stat(path, follow_symlinks=False)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
+        if not os.path.samestat(here, os.fstat(handle)):
+            raise FileNotFoundError(errno.ENOENT, "its lock file was replaced")
 
     def _refused(self, handle: int, error: OSError) -> bool:
         """Whether this is a filesystem that opens with O_DIRECT and then does not mean it. If so, do without."""

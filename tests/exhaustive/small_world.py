@@ -1,0 +1,880 @@
+"""A world small enough to be searched: two engines, three objects, a few slots, one log, and what each owner was told.
+
+It can do every move that is possible in a state, checks all that must hold there, and gives the state a name that is
+the same for all states that differ in nothing that matters.
+"""
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from typing import Any
+
+from core_world import Slot, audit, offsets_of, pack, slots_of
+from fake_disks import FakeDisk, Name
+
+from kvhold.core import Core
+from kvhold.core import events as ev
+from kvhold.core.events import Effect, Gone, Role
+from kvhold.core.limits import Limits
+from kvhold.core.rows import State
+from kvhold.core.segments import HEADER, Segment
+from kvhold.core.sessions import Attachment, Operation, Phase
+from kvhold.core.story import Story
+
+UNIT = 4096
+A0, A1, B0 = b"a\0", b"a\1", b"b\2"
+NAMESPACES = (b"A", b"B")
+"""By space number. A holds the chain of A0 and A1, B holds B0."""
+NAMES: dict[bytes, Name] = {A0: (b"A", 0, A0), A1: (b"A", 0, A1), B0: (b"B", 0, B0)}
+OP = 7
+MOST_REVISIONS = 2
+MOST_GENERATIONS = 2
+
+Move = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One small world. ``wants`` are the credits that each engine asks for by space; None is a space not opened yet."""
+
+    name: str
+    pages: int
+    page: int
+    wants: tuple[int | None, ...]
+    sizes: tuple[int, ...] = (1, 1)
+    segments: int = 0
+    records: int = 1
+    """Records that a segment has room for."""
+    found: tuple[bytes, ...] = ()
+    """What the log has at the start: one object to a segment."""
+    present: bool = True
+    """Both engines are there already."""
+    stored: tuple[bytes, ...] = ()
+    deaths: bool = True
+    limits: Limits = field(default_factory=lambda: LIMITS)
+
+
+LIMITS = Limits(
+    prepared_share=0.75,
+    engine_share=0.75,
+    speculative_share=0.5,
+    credit_share=1.0,
+    read_bytes=UNIT,
+    write_batch=HEADER + UNIT,
+    answer_ns=2,
+    lease_ns=5,
+    stall_ns=11,
+    retry_ns=3,
+)
+
+
+@dataclass
+class Asked:
+    """One revision as its owner knows it."""
+
+    revision: int
+    exact: bool
+    names: list[Name]
+    skip: int = 0
+    phase: Phase = Phase.MATCHING
+    pieces: list[tuple[Name, int, int]] = field(default_factory=list)  # name, offset, size
+    spoiled: bool = False
+
+
+@dataclass
+class Owner:
+    """One generation of one engine."""
+
+    engine: int
+    sessions: dict[int, Role] = field(default_factory=dict)  # not proved gone
+    closed: set[int] = field(default_factory=set)
+    mapped: bool = False
+    broken: bool = False
+    credits: dict[int, list[Slot]] = field(default_factory=dict)
+    spent: Slot | None = None
+    asked: Asked | None = None
+
+    @property
+    def scheduler(self) -> int | None:
+        return next((one for one, role in self.sessions.items() if role is Role.SCHEDULER), None)
+
+    def has(self, role: Role) -> bool:
+        return role in self.sessions.values()
+
+
+class SmallWorld:
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.now = 1
+        self.core = Core(setting.page * UNIT, setting.pages * setting.page * UNIT, setting.limits)
+        self.core.common.story = self.core.catalogue.story = Story(1)  # it decides nothing, and is large to copy
+        self.content: dict[int, Name] = {}
+        self.disk = FakeDisk(self.content)
+        self.owners: list[Owner] = []
+        self.generations = [0, 0]
+        self.condemned: set[Name] = set()
+        self.answered = 0
+        self.next_session = 1
+        self.refusals = 0
+        self._tell(ev.Populated(setting.pages))
+        if setting.segments:
+            self._open_log()
+        if setting.present:
+            for engine in (0, 1):
+                self.apply(("join", engine, Role.SCHEDULER))
+                self.apply(("join", engine, Role.WORKER))
+                self.apply(("map", engine))
+                for space, want in enumerate(setting.wants):
+                    if want is not None:
+                        self.apply(("open", engine, space))
+        for key in setting.stored:
+            self.run()
+            self.apply(("commit", 0, (key,), "right"))
+            self.run()
+            while self.disk.flying:
+                self.apply(("done", min(self.disk.flying), ()))
+                self.run()
+            self._sure(0).spent = None
+
+    def _open_log(self) -> None:
+        setting = self.setting
+        size = UNIT * (2 + setting.records * (1 + max(setting.sizes)))
+        self._tell(ev.LogOpened(0, setting.segments, size))
+        lives = tuple((number, number + 1) for number in range(len(setting.found)))
+        self._tell(ev.Segments(0, tuple((*life, 0) for life in lives)))
+        for (number, seq), key in reversed(list(zip(lives, setting.found, strict=True))):
+            name = NAMES[key]
+            self.disk.adopt(0, number, seq, [(name, self.size_of(name))], room=size)
+            shards = (self.size_of(name),)
+            self._tell(ev.Recovered(0, number, ((*name, shards, HEADER),)))
+        self._tell(ev.LogReady(0))
+
+    def size_of(self, name: Name) -> int:
+        return UNIT * self.setting.sizes[NAMESPACES.index(name[0])]
+
+    # --- copies -------------------------------------------------------------------------------------------------
+
+    def dump(self) -> bytes:
+        assert not self.core.has_work
+        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def load(data: bytes) -> "SmallWorld":
+        world: SmallWorld = pickle.loads(data)
+        return world
+
+    # --- what is possible ---------------------------------------------------------------------------------------
+
+    def current(self, engine: int) -> Owner | None:
+        return next((one for one in self.owners if one.engine == engine and not one.broken), None)
+
+    def moves(self) -> Iterator[Move]:
+        setting = self.setting
+        for engine in (0, 1):
+            owner = self.current(engine)
+            if owner is None:
+                if self.generations[engine] < MOST_GENERATIONS:
+                    yield from (("join", engine, role) for role in Role)
+                continue
+            for role in Role:
+                if not owner.has(role):
+                    yield "join", engine, role
+            if owner.has(Role.WORKER) and not owner.mapped:
+                yield "map", engine
+            if owner.scheduler is not None:
+                yield from self._spoken(engine, owner)
+        if setting.deaths:
+            for number, owner in enumerate(self.owners):
+                for session, role in owner.sessions.items():
+                    if session not in owner.closed:
+                        yield "left", number, role, Gone.UNKNOWN
+                        if role is Role.SCHEDULER:
+                            yield "left", number, role, Gone.SAID
+                    yield "left", number, role, Gone.DEAD
+        yield "purge", b""
+        yield "purge", b"A"
+        if self.core.next_deadline is not None:
+            yield ("tick",)
+        for io, effect in self.disk.flying.items():
+            yield "done", io, ()
+            if not isinstance(effect, ev.Forget):
+                yield "done", io, (0,)
+        if self.disk.answered:
+            yield ("done again",)
+
+    def _spoken(self, engine: int, owner: Owner) -> Iterator[Move]:
+        for space in range(len(self.setting.wants)):
+            if space not in owner.credits:
+                yield "open", engine, space
+            elif self.setting.wants[space] is None:
+                yield "close", engine, space
+        for space, slots in owner.credits.items():
+            if slots:
+                for key in (A0, A1) if space == 0 else (B0,):
+                    yield "commit", engine, (key,), "right"
+                if len(slots) > 1 and space == 0:
+                    yield "commit", engine, (A0, A1), "right"
+                yield "commit", engine, (A0 if space == 0 else B0,), "epoch"
+                yield "commit", engine, (A0 if space == 0 else B0,), "shards"
+                yield "return", engine, space, "right"
+                yield "return", engine, space, "epoch"
+        if 0 in owner.credits and owner.spent is not None:
+            yield "commit", engine, (A0,), "spent"
+            yield "return", engine, 0, "spent"
+        other = self.current(1 - engine)
+        if other is not None and other.credits.get(0) and 0 in owner.credits:
+            yield "commit", engine, (A0,), "foreign"
+            yield "return", engine, 0, "foreign"
+        asked = owner.asked
+        if asked is None or (asked.revision < MOST_REVISIONS and asked.phase is not Phase.STARTED):
+            yield "query", engine, (A0, A1), 0, False
+            yield "query", engine, (A0, A1), 1, False
+            yield "query", engine, (A0,), 0, False
+            yield "prepare", engine, (A1,)
+            if 1 in owner.credits:
+                yield "prepare", engine, (A0, B0)
+            if asked is not None and not asked.exact and asked.names == [NAMES[A0]]:
+                yield "query", engine, (A1,), 0, True
+        if asked is not None:
+            yield "again", engine
+            yield "release", engine, 0
+            yield "release", engine, 1
+            if asked.phase is Phase.ANSWERED:
+                yield "started", engine
+            if asked.phase in (Phase.ANSWERED, Phase.STARTED) and not asked.spoiled:
+                yield "spoiled", engine
+
+    # --- moves --------------------------------------------------------------------------------------------------
+
+    def apply(self, move: Move) -> list[Effect]:
+        kind, *what = move
+        method = getattr(self, "_" + kind.replace(" ", "_"))
+        refusals = self.refusals
+        effects: list[Effect] = method(*what)
+        expected = kind in ("again", "query", "open") or (kind == "commit" and what[2] == "shards")
+        assert self.refusals == refusals or expected, f"{move} was refused"
+        return effects
+
+    def run(self) -> None:
+        for _ in range(1000):
+            if not self.core.has_work:
+                return
+            self._step()
+        raise AssertionError("work without end")
+
+    def _tell(self, event: ev.Event) -> list[Effect]:
+        return self._told(self.core.handle(event, self.now))
+
+    def _step(self) -> list[Effect]:
+        return self._told(self.core.step())
+
+    def _join(self, engine: int, role: Role) -> list[Effect]:
+        owner = self.current(engine)
+        session, self.next_session = self.next_session, self.next_session + 1
+        if owner is None:
+            owner = Owner(engine)
+        effects = self.core.handle(ev.Joined(session, role, f"engine {engine}", 0, 1), self.now)
+        if isinstance(effects[0], ev.Accept):
+            owner.sessions[session] = role
+            if owner not in self.owners:
+                self.owners.append(owner)
+                self.generations[engine] += 1
+        else:
+            self.refusals -= 1  # too much is in limbo: a lawful answer
+        return self._told(effects)
+
+    def _map(self, engine: int) -> list[Effect]:
+        owner = self._sure(engine)
+        owner.mapped = True
+        return self._tell(ev.Mapped(next(one for one, role in owner.sessions.items() if role is Role.WORKER)))
+
+    def _left(self, number: int, role: Role, how: Gone) -> list[Effect]:
+        owner = self.owners[number]
+        session = next(one for one, its in owner.sessions.items() if its is role)
+        owner.broken = True
+        if how is Gone.UNKNOWN:
+            owner.closed.add(session)
+        else:
+            owner.closed.discard(session)
+            del owner.sessions[session]
+        if not owner.sessions:
+            self.owners.remove(owner)
+        return self._tell(ev.Left(session, how))
+
+    def _sure(self, engine: int) -> Owner:
+        owner = self.current(engine)
+        assert owner is not None
+        return owner
+
+    def _open(self, engine: int, space: int) -> list[Effect]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        shards = (UNIT * self.setting.sizes[space],)
+        want = self.setting.wants[space]
+        refusals = self.refusals
+        owner.credits[space] = []
+        opening = ev.Open(owner.scheduler, space, NAMESPACES[space], 0, 2, shards, 1 if want is None else want)
+        effects = self._tell(opening)
+        if self.refusals > refusals:  # it was not closed altogether yet
+            del owner.credits[space]
+        return effects
+
+    def _close(self, engine: int, space: int) -> list[Effect]:
+        """A client closes what it returned all credits of, or is about to."""
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        slots = owner.credits.pop(space)
+        effects = self._tell(ev.Close(owner.scheduler, space))
+        return effects + (self._tell(ev.Return(owner.scheduler, *pack(slots))) if slots else [])
+
+    def _slots(self, engine: int, space: int, count: int, lie: str) -> list[Slot]:
+        owner = self._sure(engine)
+        match lie:
+            case "right":
+                taken, owner.credits[space][:count] = owner.credits[space][:count], []
+                owner.spent = taken[-1]
+                return taken
+            case "spent":
+                assert owner.spent is not None
+                return [owner.spent]
+            case "foreign":
+                return [self._sure(1 - engine).credits[0][0]]
+            case "epoch":
+                slot = owner.credits[space][0]
+                return [Slot(slot.row, slot.offset, slot.epoch - 1)]
+        return owner.credits[space][:count]
+
+    def _commit(self, engine: int, keys: tuple[bytes, ...], lie: str) -> list[Effect]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        space = 1 if B0 in keys else 0
+        slots = self._slots(engine, space, len(keys), lie)
+        known = self.known()
+        if lie == "right":
+            for key, slot in zip(keys, slots, strict=True):
+                self.content[slot.offset] = NAMES[key]
+                self.condemned.discard(NAMES[key])
+        shards = (UNIT * self.setting.sizes[space],) if lie != "shards" else ()
+        parent = A0 if keys == (A1,) else b""
+        effects = self._tell(ev.Commit(owner.scheduler, space, parent, 0, b"".join(keys), *pack(slots), shards))
+        if lie != "right":
+            self._nothing_happened(known, effects)
+            assert (lie == "shards") == any(isinstance(effect, ev.Refuse) for effect in effects)
+        return effects
+
+    def _return(self, engine: int, space: int, lie: str) -> list[Effect]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        slots = self._slots(engine, space, 1, lie)
+        before = self.core.counters["returns"]
+        effects = self._tell(ev.Return(owner.scheduler, *pack(slots)))
+        assert self.core.counters["returns"] - before == (lie == "right")
+        return effects
+
+    def _nothing_happened(self, known: dict[Name, int | None], effects: list[Effect]) -> None:
+        """What is not to be believed changes no object; it may only be the occasion to do what had to wait."""
+        if not any(isinstance(effect, ev.Grant) for effect in effects):
+            assert self.known() == known
+
+    def _ask(self, engine: int, asked: Asked) -> tuple[int, int]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        owner.asked = asked
+        return owner.scheduler, asked.revision
+
+    def _query(self, engine: int, keys: tuple[bytes, ...], skip: int, extend: bool) -> list[Effect]:
+        former = self._sure(engine).asked
+        names = [NAMES[key] for key in keys]
+        if extend:
+            assert former is not None
+            names, skip = former.names + names, former.skip
+        revision = 1 if former is None else former.revision + 1
+        session, _ = self._ask(engine, Asked(revision, False, names, skip))
+        return self._asking(engine, ev.Query(session, OP, revision, 0, skip, b"".join(keys), extend=extend))
+
+    def _prepare(self, engine: int, keys: tuple[bytes, ...]) -> list[Effect]:
+        former = self._sure(engine).asked
+        revision = 1 if former is None else former.revision + 1
+        session, _ = self._ask(engine, Asked(revision, True, [NAMES[key] for key in keys]))
+        parts = tuple((NAMESPACES.index(NAMES[key][0]), key) for key in keys)
+        return self._asking(engine, ev.Prepare(session, OP, revision, parts, ahead=len(keys) == 1))
+
+    def _asking(self, engine: int, event: ev.Query | ev.Prepare) -> list[Effect]:
+        refusals = self.refusals
+        effects = self._tell(event)
+        assert self.refusals == refusals
+        return effects
+
+    def _again(self, engine: int) -> list[Effect]:
+        """The same revision once more, as after a confusion: it is not asked twice, nor while it is being restored."""
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        assert owner.asked is not None
+        started = owner.asked.phase is Phase.STARTED
+        revision = owner.asked.revision + started
+        pieces = list(owner.asked.pieces)
+        effects = self._tell(ev.Query(owner.scheduler, OP, revision, 0, 0, A0))
+        assert started == any(isinstance(effect, ev.Refuse) for effect in effects)
+        assert owner.asked is not None
+        assert owner.asked.pieces == pieces
+        return effects
+
+    def _release(self, engine: int, back: int) -> list[Effect]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        assert owner.asked is not None
+        revision = owner.asked.revision - back
+        if not back:
+            owner.asked = None
+        return self._tell(ev.Release(owner.scheduler, ((OP, revision),)))
+
+    def _started(self, engine: int) -> list[Effect]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        assert owner.asked is not None
+        owner.asked.phase = Phase.STARTED
+        return self._tell(ev.Started(owner.scheduler, (OP,)))
+
+    def _spoiled(self, engine: int) -> list[Effect]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        assert owner.asked is not None
+        owner.asked.spoiled = True
+        return self._tell(ev.Spoiled(owner.scheduler, OP))
+
+    def _purge(self, namespace: bytes) -> list[Effect]:
+        self.condemned |= {name for name in self.known() if namespace in (b"", name[0])}
+        return self._tell(ev.Purge(namespace))
+
+    def _tick(self) -> list[Effect]:
+        deadline = self.core.next_deadline
+        assert deadline is not None
+        self.now = max(self.now, deadline)
+        before = self._timed()
+        effects = self._tell(ev.Tick())
+        assert self._timed() < before or self.core.next_deadline != deadline, (
+            "a deadline passed, and nothing came of it"
+        )
+        return effects
+
+    def _timed(self) -> int:
+        queries = self.core.queries
+        return sum(len(timer._begun) for timer in (queries._answers, queries._leases, queries._restores))
+
+    def _done(self, io: int, failing: tuple[int, ...]) -> list[Effect]:
+        return self._tell(self.disk.finish(io, failing))
+
+    def _done_again(self) -> list[Effect]:
+        stale, known = self.core.counters["stale_io"], self.known()
+        effects = self._tell(ev.Done(self.disk.answered[-1]))
+        assert self.core.counters["stale_io"] == stale + 1
+        self._nothing_happened(known, effects)
+        return effects
+
+    # --- what is told -------------------------------------------------------------------------------------------
+
+    def _told(self, effects: list[Effect]) -> list[Effect]:
+        for effect in effects:
+            match effect:
+                case ev.Grant():
+                    self._granted(effect)
+                case ev.Answer():
+                    self._answer(effect)
+                case ev.Stalled():  # this is for the operator: it may be of an engine that was lost
+                    mine = [one.asked for one in self.owners if one.scheduler == effect.session]
+                    assert all(asked is not None and asked.phase is Phase.STARTED for asked in mine)
+                case ev.Waiting() | ev.Expired():
+                    asked = self._asker(effect).asked
+                    assert asked is not None
+                    if isinstance(effect, ev.Waiting):
+                        assert (effect.revision, asked.phase) == (asked.revision, Phase.MATCHING)
+                        asked.phase = Phase.WAITING
+                    else:
+                        assert (effect.revision, asked.phase) == (asked.revision, Phase.ANSWERED), "it was in use"
+                        self._asker(effect).asked = None
+                case ev.Write() | ev.Read() | ev.Reuse() | ev.Seal() | ev.Forget():
+                    self.disk.take(effect)
+                case ev.Cancel():
+                    read = self.disk.flying[effect.io]
+                    assert isinstance(read, ev.Read)
+                    slots = self.slots()
+                    holds = [self.core.catalogue.leases[slots[stored.offset]] for stored in read.objects]
+                    assert set(holds) == {1}, "somebody else waits for it"
+                    self.disk.take(effect)
+                case ev.Refuse():
+                    self.refusals += 1
+        return effects
+
+    def _asker(self, effect: ev.Grant | ev.Answer | ev.Waiting | ev.Expired) -> Owner:
+        """The living owner that is told this."""
+        return next(one for one in self.owners if one.scheduler == effect.session and not one.broken)
+
+    def _granted(self, grant: ev.Grant) -> None:
+        owner = self._asker(grant)
+        for slot in slots_of(grant):
+            size = UNIT * self.setting.sizes[grant.space]
+            for offset, length in [*self.held(), *self.disk.extents]:
+                assert slot.offset + size <= offset or offset + length <= slot.offset, "granted under its owner"
+            for at in range(slot.offset, slot.offset + size, UNIT):
+                self.content.pop(at, None)  # its new owner may write at once
+            owner.credits[grant.space].append(slot)
+
+    def _answer(self, answer: ev.Answer) -> None:
+        owner = self._asker(answer)
+        asked = owner.asked
+        assert asked is not None
+        assert (answer.op, answer.revision) == (OP, asked.revision), "the answer of another revision"
+        assert asked.phase in (Phase.MATCHING, Phase.WAITING), "it was answered already"
+        offsets = offsets_of(answer)
+        assert 0 <= answer.resident <= len(asked.names)
+        if asked.exact:
+            assert answer.resident in (0, len(asked.names)), "all or nothing"
+        assert bool(answer.reason) == (answer.resident < len(asked.names))
+        names = asked.names[asked.skip : answer.resident]
+        assert len(offsets) == len(names)
+        asked.phase = Phase.ANSWERED
+        asked.pieces = [(name, at, self.size_of(name)) for name, at in zip(names, offsets, strict=True)]
+        self.answered += 1
+        for name, at, _ in asked.pieces:
+            assert self.content.get(at) == name, "a lease of something else"
+        if not offsets:
+            owner.asked = None
+
+    # --- what must hold -----------------------------------------------------------------------------------------
+
+    def held(self) -> list[tuple[int, int]]:
+        """(offset, size) of all that anybody who is not proved gone may touch."""
+        return self.credits() + [piece[1:] for one in self.owners if one.asked for piece in one.asked.pieces]
+
+    def credits(self) -> list[tuple[int, int]]:
+        sizes = self.setting.sizes
+        return [
+            (slot.offset, UNIT * sizes[space])
+            for owner in self.owners
+            for space, slots in owner.credits.items()
+            for slot in slots
+        ]
+
+    def known(self) -> dict[Name, int | None]:
+        """What can be found, and where in the arena if it can be read there."""
+        catalogue = self.core.catalogue
+        here = (State.RESIDENT, State.LEASED)
+        return {
+            (index.namespace.name, index.group, key): catalogue.offset[row] if catalogue.state[row] in here else None
+            for index in catalogue.indexes.values()
+            for part in index.maps
+            for key, row in part.items()
+        }
+
+    def slots(self) -> dict[int, int]:
+        """The row of every used slot, by offset."""
+        return {
+            run.base + position * run.size: row
+            for run in self.core.arena.runs
+            if run is not None
+            for position, row in enumerate(run.rows)
+            if row >= 0
+        }
+
+    def check(self) -> None:
+        core, catalogue = self.core, self.core.catalogue
+        audit(core)
+        known = self.known()
+        for name, offset in known.items():
+            assert offset is None or self.content.get(offset) == name, "something else would be found"
+        used = self.slots()
+        credits = self.credits()
+        units = [at + more for at, size in credits for more in range(0, size, UNIT)]
+        assert len(units) == len(set(units)), "granted to two"
+        for at, _ in credits:
+            assert catalogue.state[used[at]] in (State.CREDIT, State.LIMBO), "granted, and something else"
+        for owner in self.owners:
+            for name, at, _ in owner.asked.pieces if owner.asked else ():
+                assert catalogue.state[used[at]] in (State.LEASED, State.DOOMED), "leased, and something else"
+                assert self.content.get(at) == name, "overwritten under its reader"
+        for at, _ in self.disk.extents:
+            assert catalogue.leases[used[at]] > 0, "an I/O touches what nobody holds"
+        self.disk_agrees()
+        if core.has_work:
+            return
+        for owner in self.owners:
+            if owner.asked is not None and owner.asked.spoiled:
+                assert not {at for _, at, _ in owner.asked.pieces} & set(known.values()), "spoiled, and found again"
+        assert not self.condemned & known.keys(), "purged, and found again"
+        self.condemned.clear()
+        for owner in self.owners:
+            if not owner.broken and owner.asked is not None:
+                assert owner.asked.phase is not Phase.MATCHING, "no work is left, and no answer came"
+                assert owner.asked.phase is Phase.STARTED or core.next_deadline is not None
+
+    def disk_agrees(self) -> None:
+        """What is said to be in the log is there."""
+        catalogue = self.core.catalogue
+        for row in range(len(catalogue.state)):
+            if catalogue.place[row]:
+                log, segment, at = catalogue.segment_of(row)
+                index = catalogue.indexes[catalogue.owner[row]]
+                life = self.disk.lives[log.number, segment.number]
+                assert life.seq == segment.seq
+                assert life.records[at] == (index.namespace.name, index.group, catalogue.key[row])
+
+    def close(self) -> None:
+        """Whatever is going on: I/O ends, questions are answered, owners go, and then nothing is held."""
+        core = self.core
+        self.run()
+        for _ in range(100):
+            if not self.disk.flying:
+                break
+            self._done(min(self.disk.flying), ())
+            self.run()
+        assert not any(isinstance(io, ev.Read) for io in self.disk.flying.values()), "reads without end"
+        for owner in self.owners:
+            asked = owner.asked
+            assert owner.broken or asked is None or asked.phase >= Phase.ANSWERED, "a question was never answered"
+        while self.owners:
+            self._left(0, next(iter(self.owners[0].sessions.values())), Gone.DEAD)
+            self.run()
+        for _ in range(100):
+            if not self.disk.flying:
+                break
+            self._done(min(self.disk.flying), ())
+            self.run()
+        self.check()
+        states = core.accounts()
+        assert not any(states[name] for name in ("credit", "leased", "doomed", "limbo", "loading"))
+        assert not core.sessions
+        assert not core.attachments
+        assert not core.queries._waiters
+        assert not core.queries.answering
+        assert not core.queries.ahead
+        assert not core.storage._queued
+        assert not core.storage.pending
+        self._purge(b"")
+        self.run()
+        self.check()
+        assert core.accounts()["free_pages"] == core.arena.total
+        assert not core.catalogue.indexes
+
+    # --- the state's name ---------------------------------------------------------------------------------------
+
+    def digest(self) -> bytes:
+        """The same for states that differ only in numbers that nobody compares, or in which engine is which."""
+        assert not self.core.has_work
+        return min(blake2b(repr(self._canonical(swap)).encode(), digest_size=12).digest() for swap in (0, 1))
+
+    def _canonical(self, swap: int) -> tuple[Any, ...]:
+        return Canon(self, swap).all()
+
+
+_DESCRIBED = ("log", "queue", "reads", "next_write", "reads_again", "full_until")
+"""Of a device, what is named field by field: the rest is plain values."""
+
+
+class Canon:
+    """A full description of a state without work, in names instead of numbers.
+
+    Objects are named by their key, everything else by who holds it; where that leaves a tie, by what comes first, which
+    costs a merge and no more. Left out are: counters; the story; how a heap of lists lags behind them; the order of
+    free slots of a run and of free rows (only a purge in slices sees the numbers of rows); which engine came first
+    (only the order in which they are granted something sees that); clocks, of which only what is left to each deadline
+    counts. What is explored is real all the same: leaving something out can only merge states that differ.
+    """
+
+    def __init__(self, world: SmallWorld, swap: int) -> None:
+        self.world, self.swap = world, swap
+        self.core, self.catalogue = world.core, world.core.catalogue
+        current = {session: owner for owner in world.owners for session in owner.sessions}
+        attachments = self.core.attachments.values()
+        self.engine = {held.id: int(held.instance[-1]) ^ swap for held in attachments}
+        place = {id(owner): number for number, owner in enumerate(world.owners)}
+        order = sorted(attachments, key=lambda held: (self.engine[held.id], place[id(current[min(held.sessions)])]))
+        self.attachments = {held.id: (self.engine[held.id], number) for number, held in enumerate(order)}
+        self.order = order
+        self.names = self._names()
+
+    def _names(self) -> dict[int, tuple[Any, ...]]:
+        catalogue = self.catalogue
+        held: dict[int, list[Any]] = {}
+        for attachment in self.order:
+            who = self.attachments[attachment.id]
+            for number, space in attachment.spaces.items():
+                for row in space.credits:
+                    held.setdefault(row, []).append(("credit", who, number))
+            for op in attachment.operations.values():
+                for part in op.parts:
+                    for position, row in enumerate(part.rows):
+                        held.setdefault(row, []).append(("lease", who, part.index.namespace.name, position))
+        for io in self.core.storage._ios.values():
+            for position, row in enumerate(io.rows):
+                held.setdefault(row, []).append(("io", io.kind, io.segment and io.segment.number, position))
+        for position, row in enumerate(self.core.storage._queued):
+            held.setdefault(row, []).append(("queued", position))
+        names: dict[int, tuple[Any, ...]] = {}
+        anonymous: list[tuple[Any, ...]] = []
+        for row, state in enumerate(catalogue.state):
+            if state in (State.FREE, State.HEAD):
+                continue
+            if catalogue.key[row]:
+                names[row] = (catalogue.indexes[catalogue.owner[row]].namespace.name, catalogue.key[row])
+            else:
+                anonymous.append((repr(sorted(map(repr, held.get(row, [])))), catalogue.offset[row], row))
+        for number, (_, _, row) in enumerate(sorted(anonymous)):
+            names[row] = ("", number)
+        return names
+
+    def name(self, row: int) -> Any:
+        return self.names.get(row)
+
+    def named(self, rows: Any) -> list[Any]:
+        return [self.names.get(row) for row in rows]
+
+    def left(self, timer: Any) -> list[int]:
+        return [min(self.world.now - begun, 20) for begun in timer._begun.values()]
+
+    def all(self) -> tuple[Any, ...]:
+        core, world = self.core, self.world
+        queries, credits = core.queries, core.credits
+        feeding = credits._freed != self.catalogue.freed, min(self.catalogue.recency.passed - credits._passed, 30)
+        return (
+            self.rows(),
+            self.runs(),
+            self.recency(),
+            [self.attachment(held) for held in self.order],
+            [(self.attachments[held], number) for held, number in credits._hungry if held in self.attachments],
+            feeding if credits._hungry else None,
+            [
+                (self.name(row), [(self.operation(op), times) for op, times in waiting.items()])
+                for row, waiting in queries._waiters.items()
+            ],
+            [
+                [(self.operation(op), age) for op, age in zip(timer._begun, self.left(timer), strict=True)]
+                for timer in (queries._answers, queries._leases, queries._restores)
+            ],
+            self.storage(),
+            [self.owner(owner) for owner in sorted(world.owners, key=lambda one: one.engine ^ self.swap)],
+            [world.generations[engine ^ self.swap] for engine in (0, 1)],
+            self.disk(),
+        )
+
+    def rows(self) -> list[Any]:
+        catalogue, content = self.catalogue, self.world.content
+        found = []
+        for row, name in self.names.items():
+            slot = catalogue.state[row] != State.COLD
+            found.append(
+                (
+                    name,
+                    catalogue.state[row],
+                    catalogue.leases[row],
+                    catalogue.owner[row] and catalogue.indexes[catalogue.owner[row]].namespace.name,
+                    catalogue.place[row],
+                    content.get(catalogue.offset[row]) if slot else None,
+                )
+            )
+        return sorted(found, key=repr)
+
+    def runs(self) -> tuple[Any, ...]:
+        arena = self.core.arena
+        runs = {run.base: run for run in arena.runs if run is not None}
+        return (
+            [
+                (base, run.size, run.draining, len(run.free), sorted(map(repr, self.named(run.used_rows()))))
+                for base, run in sorted(runs.items())
+            ],
+            [(size, list(opened)) for size, opened in sorted(arena._open.items())],
+            arena._lowest_free,
+        )
+
+    def recency(self) -> list[Any]:
+        catalogue = self.catalogue
+        lists = [(index.namespace.name, index.recency) for index in catalogue.indexes.values()]
+        lists.append((b"", catalogue._cold))
+        listed = []
+        for owner, lst in sorted(lists, key=lambda entry: entry[0]):
+            row = catalogue.newer[lst.head]
+            while row != lst.head:
+                listed.append((owner, row))
+                row = catalogue.newer[row]
+        ranks = {stamp: rank for rank, stamp in enumerate(sorted({catalogue.stamp[row] for _, row in listed}))}
+        return [(owner, self.name(row), ranks[catalogue.stamp[row]]) for owner, row in listed]
+
+    def operation(self, op: Operation) -> tuple[Any, ...]:
+        return (self.attachments.get(op.attachment.id), op.revision, op.phase)
+
+    def attachment(self, held: Attachment) -> tuple[Any, ...]:
+        operations = [
+            (
+                op.revision,
+                op.exact,
+                op.ahead,
+                op.phase,
+                [(part.index.namespace.name, part.skip, self.named(part.rows)) for part in op.parts],
+                op.charged,
+                op.missing,
+                sorted(map(repr, self.named(op.spoiled))),
+                sorted(map(repr, self.named(op.read))),
+                op.asked,
+                op.reason,
+            )
+            for op in held.operations.values()
+        ]
+        sessions = [(s.role, s.mapped, s.id in held.limbo) for s in held.sessions.values()]
+        spaces = [
+            (number, space.index.namespace.name, space.want, sorted(map(repr, self.named(space.credits))))
+            for number, space in held.spaces.items()
+        ]
+        counts = held.answering, held.prepared, held.ahead
+        return self.attachments[held.id], held.broken, held.ready, sessions, operations, spaces, counts
+
+    def storage(self) -> list[Any]:
+        storage = self.core.storage
+        told: list[Any] = [self.named(storage._queued), storage.read_bytes, storage.write_bytes]
+        for io in storage._ios.values():
+            where = io.segment and (io.segment.number, io.segment.seq - io.device.log.seq)
+            dirty = [self.dirty(one) for one in io.dirty]
+            told.append((io.kind, where, self.named(io.rows), io.places, dirty, io.bytes, io.cancelled))
+        for device in storage.devices.values():
+            log, now = device.log, self.world.now
+            told.append([self.dirty(one) for one in device.queue])
+            told.append(self.left(device.reads))
+            told.append([max(0, at - now) for at in (device.next_write, device.reads_again, device.full_until)])
+            told += [getattr(device, one.name) for one in fields(device) if one.name not in _DESCRIBED]
+            ends = [one and one.number for one in (log.open, log.next, log.erasing)]
+            told.append((list(log.free), list(log.fresh), [one.number for one in log.sealed], ends))
+            told += [self.segment(log.seq, one) for _, one in sorted(log.segments.items())]
+        return told
+
+    def dirty(self, dirty: Any) -> Any:
+        same = self.catalogue.epoch[dirty.row] == dirty.epoch
+        return self.name(dirty.row) if same else None, dirty.parent, dirty.depth, dirty.retried, dirty.again
+
+    def segment(self, newest: int, segment: Segment) -> tuple[Any, ...]:
+        place = self.catalogue.place
+        there = [self.name(row) if place[row] >> 28 & 0xFFFFFF == segment.number else None for row in segment.rows]
+        tables = sorted(segment.tables.values())
+        mark = segment.number, segment.seq - newest, segment.end, segment.readers, segment.closing, segment.live
+        return mark, there, tables
+
+    def owner(self, owner: Owner) -> tuple[Any, ...]:
+        asked, spent, catalogue = owner.asked, owner.spent, self.catalogue
+        known = spent and self.name(spent.row)
+        return (
+            owner.engine ^ self.swap,
+            owner.broken,
+            owner.mapped,
+            [(role, session in owner.closed) for session, role in owner.sessions.items()],
+            {space: sorted(repr(self.name(slot.row)) for slot in slots) for space, slots in owner.credits.items()},
+            spent and (known, known and catalogue.epoch[spent.row] == spent.epoch),
+            asked and (asked.revision, asked.exact, asked.names, asked.skip, asked.phase, asked.spoiled),
+            asked and sorted(name for name, _, _ in asked.pieces),
+        )
+
+    def disk(self) -> list[Any]:
+        disk = self.world.disk
+        newest = max(disk._seqs.values(), default=0)
+        lives = [(at, one.seq - newest, one.end, one.records, one.sealed) for at, one in sorted(disk.lives.items())]
+        flying = [(type(io).__name__, number in disk.cancelled) for number, io in disk.flying.items()]
+        forgotten = [(log, seq - newest, at) for log, (seq, at) in disk._forgotten.items()]
+        forgets = [(io.seq - newest, io.at) for io in disk.flying.values() if isinstance(io, ev.Forget)]
+        return [lives, flying, forgotten, forgets, bool(disk.answered)]

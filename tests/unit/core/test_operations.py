@@ -1,0 +1,418 @@
+"""One operation's life: revisions, exact demands, budgets and quotas, expiry, and what is told of it afterwards."""
+
+from typing import Any
+
+import pytest
+from core_world import NAMESPACE, PAGE, SLOT, Engine, World, chain, offsets_of
+
+from kvhold.core import events as ev
+from kvhold.core.events import Answer, Gone, Reason, Refuse
+from kvhold.core.limits import SECOND, Limits, Quota
+from kvhold.core.rows import State
+
+OTHER = b"o" * 32
+
+
+def stored(length: int = 6, **world: Any) -> tuple[World, Engine, list[bytes]]:
+    world_ = World(**world)
+    engine = world_.engine()
+    keys = chain(length)
+    engine.store(keys)
+    return world_, engine, keys
+
+
+def answers(effects: list[ev.Effect]) -> list[Answer]:
+    return [effect for effect in effects if isinstance(effect, Answer)]
+
+
+class TestRevisions:
+    @pytest.mark.parametrize("revision", [2, 1])
+    def test_the_same_or_an_older_one_is_ignored_and_counted(self, revision: int):
+        world, engine, keys = stored()
+        engine.query(keys[:4], op=1, revision=2)
+        assert world.settle(engine.query_event(keys, op=1, revision=revision)) == []
+        assert world.core.counters["stale"] == 1
+        assert world.accounts["leased"] == 4 * SLOT
+
+    def test_changed_inputs_release_what_the_former_ones_leased(self):
+        world, engine, keys = stored()
+        engine.query(keys, op=1)
+        assert engine.query(keys[:2], op=1, revision=2).resident == 2
+        assert world.accounts["leased"] == 2 * SLOT
+
+    def test_the_answer_of_a_former_one_never_comes(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(ev, "MAX_BATCH", 2)
+        world, engine, keys = stored()
+        world.handle(engine.query_event(keys, op=1))
+        told = world.settle(engine.query_event(keys[:3], op=1, revision=2))
+        assert [(answer.revision, answer.resident) for answer in answers(told)] == [(2, 3)]
+        assert world.accounts["leased"] == 3 * SLOT
+
+    def test_an_extension_keeps_the_leases_without_a_gap(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(ev, "MAX_BATCH", 2)
+        world, engine, keys = stored(8)
+        before = offsets_of(engine.query(keys[:6], op=1))
+        world.handle(engine.query_event(keys[6:], op=1, revision=2, extend=True))
+        while not (came := answers(world.told[-1:])) or came[0].revision != 2:
+            states = world.core.catalogue.state
+            index = world.core.catalogue.find(NAMESPACE, 0)
+            assert index is not None
+            assert all(states[index.get(key)] == State.LEASED for key in keys[:6]), "it could be evicted"
+            world.step()
+        assert came[0].resident == 8
+        assert offsets_of(came[0])[:6] == before
+        world.run()
+        assert world.accounts["leased"] == 8 * SLOT
+        engine.release(1, revision=2)
+        assert "leased" not in world.accounts
+
+    @pytest.mark.parametrize("steps", range(6))
+    def test_extensions_of_what_is_still_matched_add_up(self, steps: int, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(ev, "MAX_BATCH", 2)
+        world, engine, keys = stored(9)
+        whole = offsets_of(engine.query(keys, op=9))
+        engine.query(keys[:2], op=1)
+        world.handle(engine.query_event(keys[2:7], op=1, revision=2, extend=True))
+        for _ in range(steps):
+            world.step()
+        told = world.settle(engine.query_event(keys[7:], op=1, revision=3, extend=True))
+        (answer,) = [answer for answer in answers(told) if answer.revision == 3]
+        assert (answer.resident, offsets_of(answer)) == (9, whole)
+
+    def test_an_extension_of_a_short_answer_stays_as_short(self):
+        _, engine, keys = stored(4)
+        assert engine.query([*keys, b"unknown."], op=1).resident == 4
+        answer = engine.query(chain(2, "b"), op=1, revision=2, extend=True)
+        assert (answer.resident, answer.reason) == (4, Reason.NOT_STORED)
+
+    def test_an_extension_that_leases_less_pays_less(self):
+        world, engine, keys = stored(6)
+        engine.query(keys[:4], op=1)
+        answer = engine.query(keys[4:], skip=3, op=1, revision=2, extend=True)
+        assert (answer.resident, len(offsets_of(answer))) == (6, 3)
+        assert world.core.attachments[1].prepared == world.accounts["leased"] == 3 * SLOT
+
+    @pytest.mark.parametrize("former", ["nothing", "prepared", "elsewhere"])
+    def test_an_extension_of_no_chain_finds_nothing(self, former: str):
+        world, engine, keys = stored(4)
+        engine.open(1, group=1)
+        engine.commit(chain(1), 1)
+        if former == "prepared":
+            engine.prepare((0, keys[:2]), op=1)
+        elif former == "elsewhere":
+            engine.query(chain(1), 1, op=1)
+        answer = engine.query(keys[2:], op=1, revision=2, extend=True)
+        assert (answer.resident, answer.reason) == (0, Reason.NOT_STORED)
+        assert "leased" not in world.accounts
+
+    def test_what_is_being_restored_cannot_be_asked_anew(self):
+        world, engine, keys = stored()
+        engine.query(keys, op=1)
+        world.settle(ev.Started(engine.scheduler, (1,)))
+        (refusal,) = world.settle(engine.query_event(keys, op=1, revision=2))
+        assert isinstance(refusal, Refuse)
+        assert world.accounts["leased"] == 6 * SLOT
+
+    def test_a_release_of_a_former_one_is_ignored(self):
+        world, engine, keys = stored()
+        engine.query(keys, op=1)
+        engine.query(keys, op=1, revision=2)
+        engine.release(1, revision=1)
+        assert world.accounts["leased"] == 6 * SLOT
+        assert world.core.counters["stale"] == 1
+
+    def test_a_new_one_takes_the_place_of_the_former_within_every_limit(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(ev, "MAX_BATCH", 2)
+        world, engine, keys = stored(6, limits=Limits(queries=1, operations=1))
+        world.handle(engine.query_event(keys, op=1))
+        told = world.settle(engine.query_event(keys, op=1, revision=2))
+        assert [(answer.revision, answer.resident) for answer in answers(told)] == [(2, 6)]
+
+
+class TestExact:
+    def test_all_are_leased_in_the_order_they_are_named(self):
+        _, engine, keys = stored(4)
+        engine.open(1, group=1)
+        engine.commit(chain(2), 1)
+        one, two = offsets_of(engine.query(keys)), offsets_of(engine.query(chain(2), 1))
+        (answer,) = engine.prepare((1, chain(2)), (0, [keys[3], keys[0]]), op=1)
+        assert isinstance(answer, Answer)
+        assert (answer.resident, answer.reason) == (4, Reason.NONE)
+        assert offsets_of(answer) == [*two, one[3], one[0]]
+
+    def test_one_that_is_missing_leaves_nothing_leased(self):
+        world, engine, keys = stored(4)
+        (answer,) = engine.prepare((0, [*keys, b"unknown."]), op=1)
+        assert answer == Answer(engine.scheduler, 1, 1, 0, b"", Reason.NOT_STORED)
+        assert "leased" not in world.accounts
+
+    def test_over_budget_is_an_answer(self):
+        world, engine, keys = stored(14, pages=4)  # at most 12 slots
+        engine.query(keys[:8], op=1)
+        (answer,) = engine.prepare((0, keys[2:12]), op=2)
+        assert answer.resident == 10, "what is leased already costs nothing"
+        engine.release(2)
+        (answer,) = engine.prepare((0, keys[9:14]), op=3)
+        assert (answer.resident, answer.reason) == (0, Reason.BUDGET)
+        assert world.accounts["leased"] == 8 * SLOT
+
+    def test_too_large_is_said_at_once_whatever_else_goes_on(self):
+        world, engine, keys = stored(14, pages=4)
+        event = ev.Prepare(engine.scheduler, 1, 1, ((0, b"".join(keys[:13])),))
+        (answer,) = world.handle(event)
+        assert answer == Answer(engine.scheduler, 1, 1, 0, b"", Reason.TOO_LARGE)
+        assert "leased" not in world.accounts
+
+    def test_two_that_want_each_others_bytes_both_get_an_answer(self):
+        """Either holds half of what may be held; neither waits for the other."""
+        world, one, keys = stored(12, pages=4)
+        two = world.engine("two")
+        one.query(keys[:6], op=1)
+        two.query(keys[6:], op=2)
+        # Both want all the rest: it is leased, so that it costs nothing; and more, which cannot be had.
+        (first,) = one.prepare((0, keys[6:]), op=3)
+        (second,) = two.prepare((0, keys[:6]), op=4)
+        assert [first.resident, second.resident] == [6, 6]
+        one.release(1, 3)
+        two.release(2, 4)
+        assert "leased" not in world.accounts
+
+    def test_two_that_compete_for_the_last_bytes_are_answered_one_way_each(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(ev, "MAX_BATCH", 2)
+        world, one, keys = stored(14, pages=4)
+        two = world.engine("two")
+        for engine, named in ((one, keys[:8]), (two, keys[6:])):
+            world.handle(ev.Prepare(engine.scheduler, 1, 1, ((0, b"".join(named)),)))
+        told = sorted((answer.resident, answer.reason) for answer in answers(world.run()))
+        assert len(told) == 2
+        assert not world.core.has_work
+        assert world.accounts.get("leased", 0) == sum(resident for resident, _ in told) * SLOT
+
+
+class TestBudgets:
+    def test_one_engine_is_kept_to_its_share(self):
+        world, one, keys = stored(14, pages=4, limits=Limits(engine_share=0.25))
+        two = world.engine("two")
+        assert one.query(keys, op=1).resident == 4
+        assert two.query(keys[4:], op=1).resident == 4
+        assert one.query(keys[4:10]).resident == 4, "what another holds costs nothing"
+
+    def test_what_is_asked_ahead_of_need_is_kept_to_a_part_of_that(self):
+        world, engine, keys = stored(14, pages=4, limits=Limits(speculative_share=0.25))
+        ahead = engine.query(keys, op=1, ahead=True)
+        assert (ahead.resident, ahead.reason) == (3, Reason.BUDGET)
+        assert engine.query(keys[3:], op=2, ahead=True).resident == 0
+        assert engine.query(keys, op=3).resident == 12
+        (answer,) = engine.prepare((0, keys[:4]), op=4, ahead=True)
+        assert answer.reason is Reason.TOO_LARGE
+        engine.release(1, 3)
+        assert world.core.queries.ahead == 0
+
+    def test_a_budget_below_what_is_in_use_takes_nothing_away(self):
+        world, engine, keys = stored(14, pages=4)
+        engine.query(keys[:10], op=1)
+        world.settle(ev.Configure(Limits(prepared_share=0.25)))
+        assert world.accounts["leased"] == 10 * SLOT
+        assert engine.query(keys[10:], op=2).reason is Reason.BUDGET
+        engine.release(1)
+        assert engine.query(keys, op=3).resident == 4
+        world.settle(ev.Configure(Limits()))
+        assert engine.query(keys, op=4).resident == 12
+
+    def test_a_lower_share_of_credits_is_asked_back_and_a_higher_one_granted(self):
+        world = World(pages=4)
+        engine = world.engine()
+        assert len(engine.slots[0]) == 2
+        told = world.settle(ev.Configure(Limits(credit_share=0.125)))
+        assert told == [ev.Recall(engine.scheduler, 0, 1)]
+        (grant,) = world.settle(ev.Configure(Limits(credit_share=0.5)))
+        assert isinstance(grant, ev.Grant)
+        assert len(engine.slots[0]) == 4
+
+    def test_more_objects_than_may_be_known_are_not(self):
+        world, engine, keys = stored(3, limits=Limits(max_objects=4))
+        engine.store(chain(2, "b"))
+        assert world.resident(keys) == keys[:2], "the end of the chain that was used longest ago went"
+        assert world.resident(chain(2, "b")) == chain(2, "b")
+        world.settle(ev.Configure(Limits(max_objects=2)))
+        assert world.resident(chain(2, "b")) == chain(2, "b")
+        assert world.core.objects == 2
+
+    def test_held_objects_are_not_given_up_for_new_ones(self):
+        world, engine, keys = stored(4, limits=Limits(max_objects=4))
+        engine.query(keys, op=1)
+        engine.commit(chain(1, "b"))
+        assert world.resident(keys) == keys
+        assert world.core.counters["over_max_objects"] == 1
+
+
+class TestQuotas:
+    def world(self, **limits: Any) -> tuple[World, Engine]:
+        world = World(pages=4, limits=Limits(quotas=limits.pop("quotas"), **limits))
+        engine = world.engine(slots=1)
+        engine.open(1, namespace=OTHER, slots=1)
+        return world, engine
+
+    def test_a_namespace_keeps_within_its_limit(self):
+        world, engine = self.world(quotas={NAMESPACE: Quota(limit=5 * SLOT)})
+        engine.store(chain(8))
+        assert world.core.catalogue.namespaces[NAMESPACE].used <= 5 * SLOT
+        assert len(world.resident(chain(8))) == 4
+        assert world.accounts["free_pages"] > 0
+
+    def test_a_namespace_within_its_floor_loses_nothing_to_others(self):
+        world, engine = self.world(quotas={NAMESPACE: Quota(floor=5 * SLOT)})
+        engine.store(chain(4))
+        engine.store(chain(40, "b"), 1)
+        assert world.resident(chain(4)) == chain(4)
+        world.settle(ev.Configure(Limits()))
+        engine.store(chain(40, "c"), 1)
+        assert world.resident(chain(4)) == []
+
+    def test_every_namespace_over_a_lower_limit_gives_up_what_is_not_held(self):
+        world, engine = self.world(quotas={})
+        engine.store(chain(4))
+        engine.store(chain(4, "b"), 1)
+        engine.query(chain(4), op=1)
+        world.settle(ev.Configure(Limits(quotas=dict.fromkeys((NAMESPACE, OTHER), Quota(limit=2 * SLOT)))))
+        assert world.resident(chain(4)) == chain(4), "held"
+        assert len(world.resident(chain(4, "b"), namespace=OTHER)) == 1
+        engine.release(1)
+
+    def test_a_higher_limit_is_used_at_once(self):
+        world, engine = self.world(quotas={NAMESPACE: Quota(limit=2 * SLOT)})
+        engine.commit(chain(1))
+        engine.query(chain(1), op=1)
+        world.settle(ev.Configure(Limits(quotas={NAMESPACE: Quota(limit=SLOT)})))
+        engine.back(engine.take(1))
+        assert engine.slots[0] == []
+        world.settle(ev.Configure(Limits()))
+        assert len(engine.slots[0]) == 1
+
+
+class TestTime:
+    def test_an_answer_that_is_not_used_in_time_expires(self):
+        world, engine, keys = stored(limits=Limits(lease_ns=SECOND))
+        engine.query(keys, op=1, revision=3)
+        due = world.core.next_deadline
+        assert due is not None
+        assert world.tick(due - world.now - 2) == []
+        assert world.tick() == [ev.Expired(engine.scheduler, 1, 3)]
+        assert "leased" not in world.accounts
+        assert world.core.next_deadline is None
+
+    def test_a_restore_that_has_begun_never_expires_but_is_reported_once(self):
+        world, engine, keys = stored(limits=Limits(lease_ns=SECOND, stall_ns=2 * SECOND))
+        engine.query(keys, op=1)
+        world.settle(ev.Started(engine.scheduler, (1,)))
+        assert world.tick(2 * SECOND) == [ev.Stalled(engine.scheduler, 1, 2)]
+        assert world.tick(100 * SECOND) == []
+        assert world.accounts["leased"] == 6 * SLOT
+        engine.release(1)
+        assert "leased" not in world.accounts
+
+    def test_a_restore_that_begins_after_the_expiry_is_counted_and_ignored(self):
+        world, engine, keys = stored()
+        engine.query(keys, op=1)
+        world.tick(1000 * SECOND)
+        world.settle(ev.Started(engine.scheduler, (1,)))
+        assert world.core.counters["stale"] == 1
+        assert world.core.next_deadline is None
+
+    def test_what_a_lost_engine_leased_does_not_expire(self):
+        world, engine, keys = stored()
+        engine.query(keys, op=1)
+        world.settle(ev.Left(engine.workers[0], Gone.UNKNOWN))
+        assert world.tick(1000 * SECOND) == []
+        assert world.accounts["leased"] == 6 * SLOT
+
+    def test_a_clock_that_goes_back_is_counted_and_held(self):
+        world, engine, keys = stored(limits=Limits(lease_ns=SECOND))
+        engine.query(keys, op=1)
+        due = world.core.next_deadline
+        assert world.core.handle(ev.Tick(), 0) == []
+        assert world.core.counters["clock_went_back"] == 1
+        assert world.core.next_deadline == due
+
+
+def test_a_failed_restore_is_not_found_again_and_its_key_can_be_stored_anew():
+    world, engine, keys = stored(4)
+    other = world.engine("other")
+    before = offsets_of(engine.query(keys[:2], op=1))
+    other.query(keys, op=1)
+    world.settle(ev.Started(engine.scheduler, (1,)))
+    world.settle(ev.Spoiled(engine.scheduler, 1))
+    assert world.resident(keys) == keys[2:]
+    assert world.accounts["doomed"] == 2 * SLOT, "whoever reads it reads on"
+    engine.store(keys[:2])
+    again = engine.query(keys, op=2)
+    assert again.resident == 4
+    assert set(before).isdisjoint(offsets_of(again))
+
+
+def test_a_failed_restore_is_not_found_again_even_if_it_is_released_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ev, "MAX_BATCH", 2)
+    world, engine, keys = stored(7)
+    engine.query(keys, op=1)
+    world.handle(ev.Spoiled(engine.scheduler, 1))
+    engine.release(1)
+    assert world.resident(keys) == []
+    assert "doomed" not in world.accounts
+
+
+@pytest.mark.parametrize("torn", [b"half", b""])
+def test_a_lookup_of_torn_keys_is_refused(torn: bytes):
+    world, engine, keys = stored(4)
+    told = world.settle(ev.Lookup(engine.scheduler, 5, ((0, b"".join(keys) + torn), (3, b"any"))))
+    assert [type(effect) for effect in told] == [Refuse if torn else ev.Residency]
+
+
+def test_a_class_shift_is_complete_once_leases_end():
+    """A fills everything, then only B comes: B gets at least 90% once A's leases end."""
+    world, engine, keys = stored(60, pages=16, limits=Limits(prepared_share=1.0, engine_share=1.0))
+    kept = world.resident(keys)
+    engine.query(kept, op=1)
+    world.settle(ev.Close(engine.scheduler, 0))
+    engine.back(engine.take(len(engine.slots[0])))
+    engine.open(1, size=PAGE, group=1, slots=1)
+    assert world.accounts["leased"] == len(kept) * SLOT > 0.5 * world.core.arena.total
+    engine.release(1)
+    for name in ("b", "c"):
+        engine.store(chain(16, name), 1)
+    large = sum(len(world.resident(chain(16, name), group=1)) for name in ("b", "c")) + len(engine.slots[1])
+    assert large * PAGE >= 0.9 * world.core.arena.total
+
+
+class TestExplain:
+    def explain(self, world: World, session: int = 1, **what: Any) -> str:
+        (told,) = [effect for effect in world.settle(ev.Explain(session, **what)) if isinstance(effect, ev.Explained)]
+        return "\n".join(told.lines)
+
+    def test_who_holds_a_key(self):
+        world, engine, keys = stored(2)
+        engine.query(keys, op=7)
+        text = self.explain(world, key=keys[1])
+        assert "now: leased" in text
+        assert "held by operation 7 of instance engine (answered)" in text
+        assert "stored" in text
+
+    def test_why_a_key_was_missed(self):
+        world, engine, keys = stored(2)
+        engine.query([*keys, b"unknown."], op=7)
+        assert "operation 7 found it missing, at position 2 of its chain" in self.explain(world, key=b"unknown.")
+
+    def test_what_became_of_an_operation(self):
+        world, engine, keys = stored(2)
+        engine.query([*keys, b"unknown."], op=7)
+        text = self.explain(world, op=7)
+        assert "asked for 3 keys" in text
+        assert "fell short for the reason not_stored" in text
+        assert "answered: 2 keys" in text
+        assert "now: answered in instance engine, revision 1, 2 objects leased" in text
+        engine.release(7)
+        assert "released" in self.explain(world, op=7)
+        assert "now:" not in self.explain(world, op=7)
+
+    def test_nothing_is_known_of_what_never_was(self):
+        world, _, _ = stored(1)
+        assert self.explain(world, op=99) == "nothing is known or remembered of it"
