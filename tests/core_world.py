@@ -403,6 +403,9 @@ def audit(core: Core) -> None:
             assert segment.readers == reading[log.number, segment.number]
         numbers = [*log.free, *log.fresh, *log.segments]
         assert len(numbers) == len(set(numbers))
+        roles = [*log.sealed, *(one for one in (log.open, log.next, log.erasing) if one is not None)]
+        roles += [segment for segment in log.segments.values() if segment.closing]
+        assert sorted(segment.number for segment in roles) == sorted(log.segments), "a segment is lost"
         ordered = [segment.seq for segment in log.sealed]
         assert ordered == sorted(ordered)
         writes = [io for io in storage._ios.values() if io.kind == "write" and io.device is device]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from manager_process import Manager
-from peers import Watched, listening_pid, populated
+from peers import Peer, Watched, listening_pid, populated
 from ssd_load import (
     LARGE,
     NEW,
@@ -32,6 +32,7 @@ from ssd_load import (
 )
 from test_serve import refused
 
+from kvhold import protocol as wire
 from kvhold.client.embedded import Embedded
 
 MIB = 1 << 20
@@ -272,6 +273,26 @@ def test_it_serves_while_it_rebuilds_its_index(serve: Serve, folder: Path) -> No
     disk.order("block-rebuild")
     disk.manager.start()
     disk.ends()  # also while it is rebuilding
+
+
+def test_a_purge_by_age_keeps_what_is_younger(serve: Serve, folder: Path) -> None:
+    known = Known()
+    manager = begin(serve, f"{folder}/ssd:64MiB")
+    client = Client(manager.socket, SMALL, known)
+    client.store(OLD)
+    settle(manager.socket)
+    for older, answer in ((3600.0, wire.Purged), (-1.0, wire.Refused), (float("nan"), wire.Refused)):
+        admin = Peer(manager.socket)
+        admin.join("admin")
+        admin.send(wire.Purge(b"", older))
+        assert isinstance(admin.receive(), answer)
+        admin.close()
+    assert found(client, OLD) == OLD
+    manager.kill()
+    manager.start()
+    populated(manager.socket)
+    rebuilt(manager.socket)
+    assert found(Client(manager.socket, SMALL, known), OLD) == OLD
 
 
 def test_two_directories_share_what_is_stored(serve: Serve, folder: Path) -> None:

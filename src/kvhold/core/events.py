@@ -216,6 +216,7 @@ class Purge:
 
     namespace: bytes = b""
     older: int = 0
+    session: int = 0  # who is to be told of its end
 
 
 @dataclass(slots=True, frozen=True)
@@ -404,6 +405,14 @@ class Explained:
 
 
 @dataclass(slots=True, frozen=True)
+class Purged:
+    """A purge has ended: nothing of it can be found any more, nor, if ``durable``, by a manager after this one."""
+
+    session: int
+    durable: bool
+
+
+@dataclass(slots=True, frozen=True)
 class Grant:
     """Anonymous slots that the session may write and then commit or return."""
 
@@ -511,6 +520,7 @@ ToSession = (
     | Expired
     | Stalled
     | Explained
+    | Purged
     | Grant
     | Recall
     | Part

@@ -243,22 +243,27 @@ class Queries:
     def _hold_cold(self, operation: Operation, rows: Sequence[int]) -> tuple[Sequence[int], Reason, int]:
         """The same where some may have to be read: those that are held now, why not the others, and the bytes."""
         catalogue, storage, state = self._catalogue, self.storage, self._catalogue.state
+        reason = Reason.NONE
+        for position, row in enumerate(rows):
+            if state[row] == State.LOADING and not storage.in_service(row):  # its read hangs
+                rows, reason = rows[:position], Reason.OUT_OF_SERVICE
+                break
         warm = [position for position, row in enumerate(rows) if state[row] != State.COLD]
         cost = catalogue.lease([rows[position] for position in warm])  # before room is made for the others
-        reason = Reason.NONE
         for position in sorted(set(range(len(rows))).difference(warm)) if len(warm) < len(rows) else ():
-            row = rows[position]
+            row, short = rows[position], Reason.NONE
             if state[row] == State.COLD:
                 if not storage.readable(row):
-                    reason = Reason.NOT_STORED
+                    short = Reason.NOT_STORED
                 elif not storage.in_service(row):
-                    reason = Reason.OUT_OF_SERVICE
+                    short = Reason.OUT_OF_SERVICE
                 elif not catalogue.fill(row):
-                    reason = Reason.BUDGET
+                    short = Reason.BUDGET
                 else:
                     storage.read(row)
                     cost += catalogue.size[row]
-            if reason:
+            if short:
+                reason = short
                 catalogue.release([rows[later] for later in warm if later > position])
                 rows = rows[:position]
                 cost = min(cost, sum(catalogue.size[row] for row in rows))

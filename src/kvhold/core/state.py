@@ -9,6 +9,7 @@ Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``catalogue``, ``se
 """
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
 from kvhold.core.catalogue import Catalogue
@@ -21,6 +22,16 @@ from kvhold.core.queries import Queries
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Session
 from kvhold.core.story import Kind
+
+
+@dataclass(slots=True, eq=False)
+class _Purging:
+    """A purge that somebody waits for, and the I/Os that it waits for."""
+
+    session: int
+    forgets: set[int] = field(default_factory=set)
+    failed: bool = False
+    scanned: bool = False
 
 
 class Core:
@@ -38,6 +49,7 @@ class Core:
         self.credits = Credits(self.common, self.storage)
         self._current: dict[str, Attachment] = {}
         self._next_attachment = 1
+        self._purges: list[_Purging] = []
 
     def handle(self, event: Event, now: int) -> list[Effect]:
         """The effects of ``event`` at ``now``, in nanoseconds of a clock that never goes back.
@@ -62,7 +74,7 @@ class Core:
             case ev.Started():
                 self.queries.started(event)
             case ev.Done():
-                return self.storage.done(event)
+                return self.storage.done(event) + self._forgotten(event)
             case ev.Tick():
                 return self.queries.tick()
             case ev.Return():
@@ -214,6 +226,8 @@ class Core:
         unused = catalogue.recency.clock_at(then) if event.older else None
         positions = storage.positions(then)
         effects = storage.purge(event.namespace, positions)
+        purging = _Purging(event.session, {effect.io for effect in effects if isinstance(effect, ev.Forget)})
+        self._purges.append(purging)
         for start in range(0, len(catalogue.state), ev.MAX_BATCH):
             names: list[tuple[bytes, int, bytes]] = []
             for row in range(start, min(start + ev.MAX_BATCH, len(catalogue.state))):
@@ -234,9 +248,26 @@ class Core:
                     storage.removing(row)
                     catalogue.remove(row)
                     self.counters["purged"] += 1
-            yield effects + (storage.forget(names) if names else [])
+            if names:
+                forgets = storage.forget(names)
+                purging.forgets.update(effect.io for effect in forgets if isinstance(effect, ev.Forget))
+                effects += forgets
+            yield effects
             effects = []
-        yield effects
+        purging.scanned = True
+        yield effects + self._end_purges()
+
+    def _forgotten(self, event: ev.Done) -> list[Effect]:
+        for purging in self._purges:
+            if event.io in purging.forgets:
+                purging.forgets.remove(event.io)
+                purging.failed |= bool(event.failed)
+        return self._end_purges()
+
+    def _end_purges(self) -> list[Effect]:
+        over = [purging for purging in self._purges if purging.scanned and not purging.forgets]
+        self._purges = [purging for purging in self._purges if purging not in over]
+        return [ev.Purged(purging.session, not purging.failed) for purging in over if purging.session]
 
     def _shrink(self) -> Work:
         """Keep to limits that were lowered, as far as nothing is held."""

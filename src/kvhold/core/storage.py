@@ -28,6 +28,8 @@ REWRITE_SHARE = 0.1
 
 Without a bound, objects in DRAM that fill the log would push each other out of it for ever, with nothing new to keep.
 """
+_WRITE_SHARE = 8
+"""At most this part of the arena is being written to logs at once."""
 _GHOSTS = 1 << 16
 
 
@@ -310,7 +312,9 @@ class Storage:
         common, catalogue, log = self._common, self._common.catalogue, device.log
         batch = _Io(0, device, segment, kind="write")
         there = set[int]()  # an object that was stored twice is in the queue twice
-        while device.queue and batch.bytes < common.limits.write_batch and len(batch.rows) < ev.MAX_BATCH:
+        # They are leased meanwhile.
+        most = min(common.limits.write_batch, common.arena.total // _WRITE_SHARE - self.write_bytes)
+        while device.queue and batch.bytes < most and len(batch.rows) < ev.MAX_BATCH:
             dirty = device.queue[0]
             row = dirty.row
             alive = catalogue.epoch[row] == dirty.epoch and State.RESIDENT <= catalogue.state[row] <= State.LEASED
@@ -362,12 +366,12 @@ class Storage:
     def _prepare(self, device: Device) -> list[Effect]:
         """Get a segment ready to be opened: a free one, or else the oldest that nothing is read from."""
         log = device.log
+        if device.reclaiming:
+            return []  # its segment is the next one
         if log.free:
             return [self._erase(device, log.begin(log.free.popleft(), self._common.now))]
         if log.fresh and (self._common.now >= device.full_until or not log.sealed):
             return [self._erase(device, log.begin(log.fresh.popleft(), self._common.now))]
-        if device.reclaiming:
-            return []
         segment = log.to_reclaim()
         if segment is None:
             return []

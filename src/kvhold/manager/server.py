@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -18,7 +17,6 @@ import msgspec
 from kvhold import protocol as wire
 from kvhold.core import Core
 from kvhold.core import events as ev
-from kvhold.core.common import Work
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.connection import Connection, Stage
 from kvhold.manager.limits import change_limits, limits_document
@@ -37,8 +35,8 @@ MAX_CLIENTS = 256
 
 STORE_SECONDS = 3.0
 """How long a manager that ends goes on writing, and then again waits for what is under way at a disk."""
-FORGET_SECONDS = 3.0
-"""How long a purge waits for disks to remember it, before whoever asked for it is told that they do not."""
+FORGET_SECONDS = 30.0
+"""How long a purge may take with all disks that have to remember it; then whoever asked is told that they do not."""
 DRAIN_READS = 8
 """Reads of one client before a deadline may pass; more wait for the next turn of the loop."""
 
@@ -50,15 +48,10 @@ RECOVERING = 32
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Purge:
-    """One that is under way: what is to end before it can be called done."""
-
-    connection: Connection
-    work: set[Work]
-    forgets: set[int]  # I/Os
-    deadline: float
-    failed: bool = False
+PURGE_NOT_KEPT = (
+    "the purge is not on every SSD: what was stored before it may be found again after a restart; see the manager's "
+    "log, purge again once the SSD works, or stop the manager and remove its directory"
+)
 
 
 class Server:
@@ -82,7 +75,7 @@ class Server:
         self._next_id = 1
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._recovering = threading.BoundedSemaphore(RECOVERING)
-        self._purges: list[_Purge] = []
+        self._purges: dict[int, float] = {}  # by session that asked for one, until when it waits
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = False
         self._starter = self._watch_starter()
@@ -169,7 +162,7 @@ class Server:
         waiting = [c.deadline for c in self.connections.values() if c.stage in (Stage.PREAMBLE, Stage.HELLO)]
         if (deadline := self.core.next_deadline) is not None:
             waiting.append(deadline / 1e9)
-        waiting += [purge.deadline for purge in self._purges if purge.forgets]
+        waiting += self._purges.values()
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
     def _handle(self, event: ev.Event) -> None:
@@ -178,7 +171,7 @@ class Server:
     def _from_store(self, event: ev.Event) -> None:
         """From a store's thread: what a log found, or that an I/O ended. Waits while too much that was found waits."""
         if not isinstance(event, ev.Recovered):
-            self._calls.put(lambda: self._told(event))
+            self._calls.put(lambda: self._handle(event))
         else:
 
             def recovered() -> None:
@@ -188,14 +181,6 @@ class Server:
             self._recovering.acquire()
             self._calls.put(recovered)
         self._wake()
-
-    def _told(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Done):
-            for purge in self._purges:
-                if event.io in purge.forgets:
-                    purge.forgets.remove(event.io)
-                    purge.failed |= bool(event.failed)
-        self._handle(event)
 
     def _tick(self) -> None:
         """Let deadlines pass, but first take in all that was said before: it may have said that a restore began."""
@@ -388,8 +373,12 @@ class Server:
                 self._retire(token)
             case wire.Status():
                 self._send(connection, wire.StatusReply(msgspec.json.encode(report(self))))
-            case wire.Purge(namespace):
-                self._purge(connection, namespace)
+            case wire.Purge(namespace, older):
+                if not 0 <= older < 1e9:
+                    raise wire.ProtocolError(f"a purge of what is older than {older} s")
+                log.info("purge of %s%s", namespace.hex() or "everything", f" older than {older:g} s" if older else "")
+                self._purges[connection.id] = time.monotonic() + FORGET_SECONDS
+                self._handle(ev.Purge(namespace, int(older * 1e9), connection.id))
             case wire.Explain(key, op):
                 self._handle(ev.Explain(connection.id, key, op))
             case wire.Configure(limits, quotas):
@@ -420,30 +409,20 @@ class Server:
             self._forget(retired)
             self._apply(effects)
 
-    def _purge(self, connection: Connection, namespace: bytes) -> None:
-        """Purge, and say so once nothing of it can be found any more, by this manager or the next."""
-        log.info("purge of %s", namespace.hex() or "everything")
-        effects = self.core.handle(ev.Purge(namespace), time.monotonic_ns())
-        forgets = {effect.io for effect in effects if isinstance(effect, ev.Forget)}
-        deadline = time.monotonic() + FORGET_SECONDS
-        self._purges.append(_Purge(connection, set(self.core.common.work), forgets, deadline))
-        self._apply(effects)
-
     def _end_purges(self) -> None:
-        for purge in list(self._purges):
-            purge.work.intersection_update(self.core.common.work)
-            failed = purge.failed or (purge.forgets and purge.deadline <= time.monotonic())
-            if not failed and (purge.forgets or purge.work):
-                continue
-            self._purges.remove(purge)
-            if failed:
-                reason = (
-                    "the purge is not on every SSD: what was stored before it may be found again after a restart; see "
-                    "the manager's log, purge again once the SSD works, or stop the manager and remove its directory"
-                )
-                self._refuse(purge.connection, reason)
-            else:
-                self._send(purge.connection, wire.Purged())
+        """Whoever asked for a purge that a disk does not take is told so, not kept waiting."""
+        for session, deadline in list(self._purges.items()):
+            if deadline <= time.monotonic():
+                self._purged(session, durable=False)
+
+    def _purged(self, session: int, durable: bool) -> None:
+        connection = self.connections.get(session)
+        if self._purges.pop(session, None) is None or connection is None:
+            return
+        if durable:
+            self._send(connection, wire.Purged())
+        else:
+            self._refuse(connection, PURGE_NOT_KEPT)
 
     def _welcome(self, connection: Connection) -> None:
         token = secrets.randbits(62) + 1
@@ -490,6 +469,8 @@ class Server:
                     self._send(connection, wire.Recall(space, keep))
                 case ev.Stalled(_, op, seconds):
                     log.warning("%s: restore of operation %d takes longer than %d s", connection, op, seconds)
+                case ev.Purged(session, durable):
+                    self._purged(session, durable)
                 case ev.Explained(_, lines):
                     self._send(connection, wire.Explained(lines))
                 case ev.Grant():

@@ -370,14 +370,14 @@ class TestWrites:
         assert world.core.storage.queued_writes == 0
 
     def test_an_object_is_not_evicted_while_it_is_written(self):
-        world, engine = writing(pages=4)
+        world, engine = writing(pages=8)
         engine.commit(chain(2))
         world.complete(Reuse)
         assert keys_of(world.flying(Write)[0]) == chain(2)
-        engine.store(chain(20, "b"))
+        engine.store(chain(40, "b"))
         assert world.resident(chain(2)) == chain(2)
         world.complete(Write)
-        engine.store(chain(20, "c"))
+        engine.store(chain(40, "c"))
         assert [state_of(world, key) for key in chain(2)] == [State.COLD] * 2, "evicted, but known"
 
     def test_an_object_that_is_stored_twice_is_written_once(self):
@@ -467,6 +467,25 @@ class TestSegments:
             (answer,) = [answer for answer in answers(world.told) if answer.op == op]
             assert answer.resident == (key not in gone)
             engine.release(op)
+
+    def test_one_is_made_ready_at_a_time(self, monkeypatch: pytest.MonkeyPatch):
+        """While one is being given up, one that could not be had before is not tried: their order would be unknown."""
+        monkeypatch.setattr(ev, "MAX_BATCH", 1)
+        world, engine = writing(segments=2, segment_bytes=SMALL, pages=4)
+        engine.commit(chain(1))
+        world.complete(Reuse)
+        engine.store(chain(3))
+        while not world.flying(Reuse):
+            world.complete(Write)
+        world.complete(Reuse, failing=[0])
+        log = world.core.storage.devices[0].log
+        for name in "bcd":
+            engine.store(chain(3, name))
+            while world.disk.flying:
+                assert len(world.flying(Reuse)) <= 1
+                world.handle(world.disk.finish(min(world.disk.flying)))
+        world.run()
+        assert log.seq > 2
 
     def test_one_that_is_read_is_not_given_up(self):
         world, engine, keys = logged()
@@ -559,3 +578,26 @@ def test_the_same_key_in_two_groups_is_two_objects():
     assert isinstance(answer, Answer)
     assert answer.resident == 2
     assert not world.flying(Read)
+
+
+def test_what_hangs_for_others_is_not_waited_for_again():
+    """A later question does not wait in vain for a read that an earlier one has waited too long for."""
+    world, engine, keys = logged()
+    world.settle(engine.query_event(keys[:2], op=1))
+    assert answers(world.tick(3 * SECOND))[0].reason is Reason.DEADLINE
+    assert engine.query(keys[:2], op=2).reason is Reason.OUT_OF_SERVICE
+    assert world.accounts["loading"] == 2 * SLOT, "the hung read may still write there"
+    world.finish()
+    assert engine.query(keys[:2], op=3).resident == 2
+
+
+def test_a_write_takes_little_of_the_arena_at_once():
+    """What is being written is leased, and is not there for anybody else's room."""
+    world, engine = writing(pages=64, limits=Limits(write_batch=1 << 30))
+    engine.open(space=1, group=1, slots=20)
+    engine.store(chain(100), space=1)
+    while world.flying(Reuse):
+        world.complete(Reuse)
+    (write,) = world.flying(Write)
+    assert len(keys_of(write)) * RECORD == world.core.arena.total // 8
+    assert world.accounts["leased"] == 16 * SLOT
