@@ -14,7 +14,7 @@ from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 from kvhold.client.keeper import Keeper
 
-MAX_BATCH = 512
+MAX_BATCH = 256
 """Slots named in one message."""
 
 

@@ -132,7 +132,6 @@ class Catalogue(Rows):
 
     def configure(self, limits: Limits) -> None:
         self.limits = limits
-        self.freed += 1
         for namespace in self.namespaces.values():
             namespace.quota = limits.quotas.get(namespace.name, Quota())
 

@@ -11,7 +11,7 @@ from kvhold.core.limits import Limits
 
 MAX_QUERY_KEYS = 65_536
 """Longest chain that one query may name."""
-MAX_BATCH = 512
+MAX_BATCH = 256
 """Rows in one commit or return, and the unit of work that one event may cost."""
 
 

@@ -244,6 +244,17 @@ class TestFailedReads:
         assert answer == Answer(engine.scheduler, 1, 1, 0, b"", Reason.READ_FAILED)
         assert not {"leased", "loading", "doomed"} & world.accounts.keys()
 
+    def test_an_extension_knows_of_what_failed_before_it(self):
+        world, engine, keys = logged(6, limits=Limits(read_bytes=1))
+        other = world.engine("other")
+        world.settle(other.query_event(keys[1:2], op=1))
+        world.settle(engine.query_event(keys[:4], op=1))
+        world.complete(Read, failing=[0])
+        assert world.flying(Read), "the others are still to come"
+        world.settle(engine.query_event(keys[4:], op=1, revision=2, extend=True))
+        (answer,) = [answer for answer in answers(world.finish()) if answer.session == engine.scheduler]
+        assert (answer.revision, answer.resident, answer.reason) == (2, 1, Reason.READ_FAILED)
+
     def test_a_deadline_cuts_the_answer_while_the_slots_stay_charged(self):
         world, engine, keys = logged(limits=Limits(answer_ns=SECOND))
         world.settle(engine.query_event(keys[:2], op=1))
@@ -469,23 +480,21 @@ class TestSegments:
             engine.release(op)
 
     def test_one_is_made_ready_at_a_time(self, monkeypatch: pytest.MonkeyPatch):
-        """While one is being given up, one that could not be had before is not tried: their order would be unknown."""
+        """While one is being given up, one that could not be had before is not tried: two would be next."""
         monkeypatch.setattr(ev, "MAX_BATCH", 1)
         world, engine = writing(segments=2, segment_bytes=SMALL, pages=4)
-        engine.commit(chain(1))
+        engine.store(chain(5))
         world.complete(Reuse)
-        engine.store(chain(3))
-        while not world.flying(Reuse):
-            world.complete(Write)
-        world.complete(Reuse, failing=[0])
-        log = world.core.storage.devices[0].log
-        for name in "bcd":
-            engine.store(chain(3, name))
-            while world.disk.flying:
-                assert len(world.flying(Reuse)) <= 1
-                world.handle(world.disk.finish(min(world.disk.flying)))
+        while not world.flying(Seal):
+            if world.flying(Reuse):
+                world.complete(Reuse, failing=[0])
+            else:
+                world.complete(Write)
+        world.handle(world.disk.finish(world.flying(Seal)[0].io))
+        assert world.core.storage.devices[0].reclaiming
+        world.handle(ev.Tick())
         world.run()
-        assert log.seq > 2
+        assert len(world.flying(Reuse)) == 1
 
     def test_one_that_is_read_is_not_given_up(self):
         world, engine, keys = logged()

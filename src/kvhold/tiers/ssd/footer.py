@@ -14,7 +14,7 @@ from xxhash import xxh3_128_digest
 from kvhold.core.segments import BLOCK, FOOTER_ENTRY, FOOTER_HEAD, HEADER, footer_bytes, table_bytes
 from kvhold.tiers.ssd.format import MAX_KEY, MAX_SHARDS, SUM, VERSION, Flaw
 
-BATCH: Final = 512
+BATCH: Final = 256
 """Records that are handed on at once."""
 
 Record = tuple[bytes, int, bytes, tuple[int, ...], int, int, int, int, int]
