@@ -14,7 +14,7 @@ from kvhold.core.events import Stored, ToLog
 from kvhold.core.segments import HEADER
 
 Name = tuple[bytes, int, bytes]
-Flying = ev.Write | ev.Read | ev.Reuse | ev.Seal | ev.Forget
+Flying = ev.Write | ev.Read | ev.Reuse | ev.Seal | ev.Sync | ev.Forget
 
 
 def name_of(stored: Stored) -> Name:

@@ -24,7 +24,7 @@ from kvhold.tiers.ssd.footer import Record
 from kvhold.tiers.ssd.recover import Found, Recovery
 
 ANSWER_SECONDS, RETRY_SECONDS = 0.3, 0.3
-STORE_SECONDS, FORGET_SECONDS = 0.5, 0.5
+STORE_SECONDS, DISK_SECONDS = 0.5, 0.5
 WRITE_BATCH = 256 << 10
 """A write that hangs holds what it writes: not all of a little arena."""
 
@@ -100,6 +100,6 @@ if __name__ == "__main__":
     orders = Orders(Path(sys.argv.pop(1)))
     ssd.open_log = partial(ssd.open_log, files=Faulty(orders))  # type: ignore[assignment]
     ssd.Recovery = recovery(orders)  # type: ignore[misc]
-    server.STORE_SECONDS, server.FORGET_SECONDS = STORE_SECONDS, FORGET_SECONDS
+    server.STORE_SECONDS, server.DISK_SECONDS = STORE_SECONDS, DISK_SECONDS
     process.run = run
     main()

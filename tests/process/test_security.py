@@ -159,7 +159,7 @@ SCHEDULERS = [
     wire.Return(ONE, EPOCH),
 ]
 HALVES = [wire.Retire(1), wire.Bye()]
-ADMINS = [wire.Status(), wire.Purge(), wire.Explain(), wire.Configure({}, {})]
+ADMINS = [wire.Status(), wire.Purge(), wire.Flush(), wire.Explain(), wire.Configure({}, {})]
 HELLOS = [wire.Hello("admin"), wire.Hello("scheduler", "x"), wire.Hello("worker", "x")]
 
 

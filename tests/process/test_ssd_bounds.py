@@ -331,3 +331,23 @@ def test_one_directory_cannot_be_given_twice(folder: Path, alias: bool) -> None:
         os.symlink(folder / "d", other)
     said = refused(folder / "s", "--ssd", f"{folder}/d:64MiB", "--ssd", f"{other}:64MiB", dram="8MiB")
     assert f"ssd: {other} is given twice" in said
+
+
+def test_a_flush_is_answered_when_all_is_written(serve: Serve, folder: Path) -> None:
+    """So that nothing is lost even to a manager that is killed at once."""
+    directory, known = folder / "ssd", Known()
+    manager = begin(serve, f"{directory}:64MiB")
+    client = Client(manager.socket, SMALL, known)
+    keys = list(range(1, 201))
+    for start in range(0, len(keys), 40):
+        client.store(keys[start : start + 40])
+    admin = Peer(manager.socket)
+    admin.join("admin")
+    admin.send(wire.Flush())
+    admin.expect(wire.Flushed)
+    manager.restart()
+    rebuilt(manager.socket)
+    again = Client(manager.socket, SMALL, known)
+    assert found(again, keys) == keys
+    again.bye()
+    calm(manager)

@@ -92,6 +92,7 @@ MESSAGES = [
     wire.Bye(),
     wire.Status(),
     wire.Purge(b"n" * 32),
+    wire.Flush(),
     wire.Explain(b"k" * 32, 0),
     wire.Configure({"max_objects": 5.0}, {b"n" * 32: (1, 2)}),
 ]
@@ -106,6 +107,7 @@ ANSWERS = [
     wire.Residency(1, (b"\0\1\2",)),
     wire.Expired(1, 2),
     wire.Recall(1, 2),
+    wire.Flushed(),
     wire.Explained(("one", "two")),
     wire.Configured(b"{}"),
     wire.Grant(1, b"rows", b"offsets.", b"epochs.."),

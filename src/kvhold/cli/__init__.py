@@ -8,7 +8,7 @@ from kvhold.cli.explain import explain
 from kvhold.cli.limit import limit
 from kvhold.cli.serve import serve
 from kvhold.cli.ssd import inspect, verify
-from kvhold.cli.status import purge, status
+from kvhold.cli.status import flush, purge, status
 
 app = typer.Typer(
     add_completion=False,
@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Keeps the KV cache of LLM engines outside the engine: shared, restored instead of recomputed.",
 )
-for _command in (serve, status, explain, limit, purge, verify, inspect, demo):
+for _command in (serve, status, explain, limit, flush, purge, verify, inspect, demo):
     app.command()(_command)
 
 

@@ -1,4 +1,4 @@
-"""``kvhold status`` and ``kvhold purge``."""
+"""``kvhold status``, ``flush`` and ``purge``."""
 
 import json
 from typing import Annotated, Any
@@ -9,8 +9,8 @@ from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask
 from kvhold.units import format_size, parse_duration
 
-_PURGE_SECONDS = 60.0
-"""It is over once every disk remembers it, and every object was looked at."""
+_DISK_SECONDS = 60.0
+"""What disks have to do may take so long."""
 
 
 def status(
@@ -39,6 +39,12 @@ def status(
         )
 
 
+def flush(socket: Socket = None) -> None:
+    """Write to SSD what a manager has stored, and return when it is there."""
+    ask(socket, wire.Flush(), _DISK_SECONDS)
+    typer.echo("flushed")
+
+
 def purge(
     socket: Socket = None,
     namespace: Annotated[
@@ -58,5 +64,5 @@ def purge(
         older = parse_duration(older_than) if older_than else 0.0
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    ask(socket, wire.Purge(name, older), _PURGE_SECONDS)
+    ask(socket, wire.Purge(name, older), _DISK_SECONDS)
     typer.echo("purged")

@@ -220,6 +220,13 @@ class Purge:
 
 
 @dataclass(slots=True, frozen=True)
+class Flush:
+    """Write to the logs, durably, what is stored now; the session is told when that is done."""
+
+    session: int
+
+
+@dataclass(slots=True, frozen=True)
 class Configure:
     limits: Limits
 
@@ -302,6 +309,7 @@ Event = (
     | Commit
     | Return
     | Purge
+    | Flush
     | Configure
     | Tick
     | Explain
@@ -413,6 +421,14 @@ class Purged:
 
 
 @dataclass(slots=True, frozen=True)
+class Flushed:
+    """Nothing that was stored before the flush waits for a log any more; ``durable`` unless a log failed to say so."""
+
+    session: int
+    durable: bool
+
+
+@dataclass(slots=True, frozen=True)
 class Grant:
     """Anonymous slots that the session may write and then commit or return."""
 
@@ -487,6 +503,14 @@ class Seal:
 
 
 @dataclass(slots=True, frozen=True)
+class Sync:
+    """Make all writes that were answered durable."""
+
+    io: int
+    log: int
+
+
+@dataclass(slots=True, frozen=True)
 class Forget:
     """Remember durably that these (namespace, group, key), or every record of ``namespace`` (empty: all), are gone.
 
@@ -521,9 +545,10 @@ ToSession = (
     | Stalled
     | Explained
     | Purged
+    | Flushed
     | Grant
     | Recall
     | Part
 )
-ToLog = Write | Read | Reuse | Seal | Forget | Cancel
+ToLog = Write | Read | Reuse | Seal | Sync | Forget | Cancel
 Effect = ToSession | ToLog

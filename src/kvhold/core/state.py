@@ -100,6 +100,8 @@ class Core:
                 self.catalogue.freed += 1
             case ev.Purge():
                 return common.start(self._purge(event))
+            case ev.Flush():
+                return self.storage.flush(event.session)
             case ev.Configure():
                 self.catalogue.configure(event.limits)
                 return self.credits.share() + common.start(self._shrink())

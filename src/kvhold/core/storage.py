@@ -41,6 +41,7 @@ class _Dirty:
     epoch: int
     parent: bytes
     depth: int
+    number: int  # in the order of queueing
     retried: bool = False
     again: bool = False  # it was in the log before
 
@@ -58,6 +59,16 @@ class _Io:
     cancelled: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Flush:
+    """Somebody waits until, of each device, what was queued up to a number is written and synced."""
+
+    session: int
+    waits: dict[int, int]
+    ios: set[int] = field(default_factory=set)
+    failed: bool = False
+
+
 @dataclass(slots=True)
 class Device:
     """A log and how it does. After a segment could not be had, old ones are reused before new ones for a while."""
@@ -65,6 +76,7 @@ class Device:
     log: Log
     ready: bool = False
     queue: deque[_Dirty] = field(default_factory=deque)
+    queued: int = 0  # ever
     writing: bool = False
     reclaiming: bool = False
     full_until: int = 0
@@ -90,6 +102,7 @@ class Storage:
         self._ios: dict[int, _Io] = {}
         self._reading: dict[int, _Io] = {}
         self._writing: set[int] = set()
+        self._flushes: list[_Flush] = []
         self._next_io = 1
         self._ghosts = array("Q", bytes(8 * _GHOSTS))
 
@@ -266,11 +279,15 @@ class Storage:
                 counters["write_first_touch"] += 1
                 return
         number = sorted(self.devices)[mark % len(self.devices)]
-        queue = self.devices[number].queue
-        if len(queue) >= limits.write_queue:
+        device = self.devices[number]
+        if len(device.queue) >= limits.write_queue:
             counters["write_dropped_queue"] += 1
             return
-        queue.append(_Dirty(row, catalogue.epoch[row], parent, depth))
+        self._queue(device, row, parent, depth)
+
+    def _queue(self, device: Device, row: int, parent: bytes, depth: int, again: bool = False) -> None:
+        device.queued += 1
+        device.queue.append(_Dirty(row, self._common.catalogue.epoch[row], parent, depth, device.queued, again=again))
 
     def touched(self, rows: Sequence[int], start: int, end: int) -> None:
         """Objects ``start`` to ``end`` of the chain ``rows`` were found; that may make them worth writing."""
@@ -402,7 +419,7 @@ class Storage:
                     catalogue.leave_log(row)
                     if device.rewrite >= HEADER + catalogue.size[row]:
                         device.rewrite -= HEADER + catalogue.size[row]
-                        device.queue.append(_Dirty(row, catalogue.epoch[row], b"", 0, again=True))
+                        self._queue(device, row, b"", 0, again=True)
                         self._common.counters["rewritten"] += 1
             yield []
         device.reclaiming = False
@@ -440,6 +457,30 @@ class Storage:
         """What lies in segments that were begun by ``then`` lies before these, by log."""
         return {number: device.log.position_at(then) for number, device in self.devices.items()}
 
+    def flush(self, session: int) -> list[Effect]:
+        """Have what is queued now written and synced; the session is told when it is."""
+        self._flushes.append(_Flush(session, {number: device.queued for number, device in self.devices.items()}))
+        return self._end_flushes()
+
+    def _sync(self, device: Device) -> list[Effect]:
+        """Sync a log for those for whom everything is written there."""
+        if device.writing or not device.ready:
+            return []
+        number, first = device.log.number, device.queue[0].number if device.queue else device.queued + 1
+        ripe = [flush for flush in self._flushes if flush.waits.get(number, first) < first]
+        if not ripe:
+            return []
+        io = self._new_io(device, "sync", None, [], 0)
+        for flush in ripe:
+            del flush.waits[number]
+            flush.ios.add(io.number)
+        return [ev.Sync(io.number, number)]
+
+    def _end_flushes(self) -> list[Effect]:
+        over = [flush for flush in self._flushes if not flush.waits and not flush.ios]
+        self._flushes = [flush for flush in self._flushes if flush not in over]
+        return [ev.Flushed(flush.session, not flush.failed) for flush in over]
+
     def recorded_before(self, row: int, positions: dict[int, tuple[int, int]]) -> bool | None:
         """Whether an object's record lies before ``positions``; None if it has none, nor is one being written."""
         if row in self._writing:
@@ -466,9 +507,14 @@ class Storage:
             case "seal":
                 assert io.segment is not None
                 io.segment.readers -= 1
+            case "sync":
+                for flush in self._flushes:
+                    if event.io in flush.ios:
+                        flush.ios.remove(event.io)
+                        flush.failed |= bool(failed)
         if failed:
             self._common.counters[f"{io.kind}_failed"] += 1
-        return []
+        return self._end_flushes()
 
     def _read_done(self, io: _Io, failed: set[int]) -> list[Effect]:
         catalogue, device, counters = self._common.catalogue, io.device, self._common.counters
@@ -560,6 +606,8 @@ class Storage:
         """What may be begun now: reads before writes."""
         effects = self._pump_reads() if self._queued else []
         for device in self.devices.values():
+            if self._flushes:
+                effects += self._sync(device)  # before the next write: a flush must not wait for what comes after it
             if device.queue:
                 effects += self._pump_writes(device)
         return effects

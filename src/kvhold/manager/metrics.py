@@ -46,6 +46,7 @@ COUNTERS = {
     "write_too_large": "Objects larger than a segment.",
     "reuse_failed": "Segments that could not be begun anew.",
     "seal_failed": "Segments whose footer could not be written.",
+    "sync_failed": "Flushes that may not outlast a loss of power.",
     "forget_failed": "Purges and quarantines that may not outlast the manager.",
     "reclaimed": "Objects whose segment was given up.",
     "rewritten": "Of those, objects in DRAM that are written again.",

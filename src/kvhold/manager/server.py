@@ -35,8 +35,8 @@ MAX_CLIENTS = 256
 
 STORE_SECONDS = 3.0
 """How long a manager that ends goes on writing, and then again waits for what is under way at a disk."""
-FORGET_SECONDS = 30.0
-"""How long a purge may take with all disks that have to remember it; then whoever asked is told that they do not."""
+DISK_SECONDS = 30.0
+"""How long a purge or a flush may take; then whoever asked for it is told that the disks do not do it."""
 DRAIN_READS = 8
 """Reads of one client before a deadline may pass; more wait for the next turn of the loop."""
 
@@ -48,9 +48,9 @@ RECOVERING = 32
 T = TypeVar("T")
 
 
-PURGE_NOT_KEPT = (
-    "the purge is not on every SSD: what was stored before it may be found again after a restart; see the manager's "
-    "log, purge again once the SSD works, or stop the manager and remove its directory"
+NOT_ON_DISK = (
+    "not every SSD has taken it: after a restart what was purged may be found again, and what was stored may be "
+    "missing; see the manager's log, ask again once the SSD works, or stop the manager and remove its directory"
 )
 
 
@@ -75,7 +75,7 @@ class Server:
         self._next_id = 1
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._recovering = threading.BoundedSemaphore(RECOVERING)
-        self._purges: dict[int, float] = {}  # by session that asked for one, until when it waits
+        self._waiting: dict[int, float] = {}  # by session that asked for what disks must do, until when
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = False
         self._starter = self._watch_starter()
@@ -131,7 +131,7 @@ class Server:
                 if self.core.has_work:
                     self._apply(self.core.step())
                 self._tick()
-                self._end_purges()
+                self._end_waiting()
                 self._expire()
         finally:
             self._stopping = True
@@ -162,7 +162,7 @@ class Server:
         waiting = [c.deadline for c in self.connections.values() if c.stage in (Stage.PREAMBLE, Stage.HELLO)]
         if (deadline := self.core.next_deadline) is not None:
             waiting.append(deadline / 1e9)
-        waiting += self._purges.values()
+        waiting += self._waiting.values()
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
     def _handle(self, event: ev.Event) -> None:
@@ -377,8 +377,11 @@ class Server:
                 if not 0 <= older < 1e9:
                     raise wire.ProtocolError(f"a purge of what is older than {older} s")
                 log.info("purge of %s%s", namespace.hex() or "everything", f" older than {older:g} s" if older else "")
-                self._purges[connection.id] = time.monotonic() + FORGET_SECONDS
+                self._waiting[connection.id] = time.monotonic() + DISK_SECONDS
                 self._handle(ev.Purge(namespace, int(older * 1e9), connection.id))
+            case wire.Flush():
+                self._waiting[connection.id] = time.monotonic() + DISK_SECONDS
+                self._handle(ev.Flush(connection.id))
             case wire.Explain(key, op):
                 self._handle(ev.Explain(connection.id, key, op))
             case wire.Configure(limits, quotas):
@@ -409,20 +412,21 @@ class Server:
             self._forget(retired)
             self._apply(effects)
 
-    def _end_purges(self) -> None:
-        """Whoever asked for a purge that a disk does not take is told so, not kept waiting."""
-        for session, deadline in list(self._purges.items()):
+    def _end_waiting(self) -> None:
+        """Whoever asked for what a disk does not do is told so, not kept waiting."""
+        for session, deadline in list(self._waiting.items()):
             if deadline <= time.monotonic():
-                self._purged(session, durable=False)
+                self._ended(session, None)
 
-    def _purged(self, session: int, durable: bool) -> None:
+    def _ended(self, session: int, answer: wire.Purged | wire.Flushed | None) -> None:
+        """Answer who waits for disks; None: they failed or take too long."""
         connection = self.connections.get(session)
-        if self._purges.pop(session, None) is None or connection is None:
+        if self._waiting.pop(session, None) is None or connection is None:
             return
-        if durable:
-            self._send(connection, wire.Purged())
+        if answer is not None:
+            self._send(connection, answer)
         else:
-            self._refuse(connection, PURGE_NOT_KEPT)
+            self._refuse(connection, NOT_ON_DISK)
 
     def _welcome(self, connection: Connection) -> None:
         token = secrets.randbits(62) + 1
@@ -470,7 +474,9 @@ class Server:
                 case ev.Stalled(_, op, seconds):
                     log.warning("%s: restore of operation %d takes longer than %d s", connection, op, seconds)
                 case ev.Purged(session, durable):
-                    self._purged(session, durable)
+                    self._ended(session, wire.Purged() if durable else None)
+                case ev.Flushed(session, durable):
+                    self._ended(session, wire.Flushed() if durable else None)
                 case ev.Explained(_, lines):
                     self._send(connection, wire.Explained(lines))
                 case ev.Grant():
@@ -494,7 +500,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
         wire.Bye,
     ),
     "worker": (wire.Mapped, wire.Retire, wire.Bye),
-    "admin": (wire.Status, wire.Purge, wire.Explain, wire.Configure),
+    "admin": (wire.Status, wire.Purge, wire.Flush, wire.Explain, wire.Configure),
 }
 """What each role may say; who has no role yet introduces itself."""
 

@@ -113,6 +113,10 @@ class Purge(_Message):
     older: float = 0.0
 
 
+class Flush(_Message):
+    """Admin: write to SSD, durably, what is stored now."""
+
+
 class Explain(_Message):
     """Admin: what happened to a key, or to an operation?"""
 
@@ -144,6 +148,7 @@ ClientMessage = (
     | Bye
     | Status
     | Purge
+    | Flush
     | Explain
     | Configure
 )
@@ -227,6 +232,10 @@ class Purged(_Message):
     """Nothing that was stored before the purge can be found any more, by this manager or by one after a crash."""
 
 
+class Flushed(_Message):
+    """What was stored before the flush is on SSD, as far as it was still there to be written."""
+
+
 class Explained(_Message):
     lines: tuple[str, ...]
 
@@ -251,6 +260,7 @@ ManagerMessage = (
     | Grant
     | StatusReply
     | Purged
+    | Flushed
     | Explained
     | Configured
 )

@@ -610,3 +610,34 @@ def test_a_write_takes_little_of_the_arena_at_once():
     (write,) = world.flying(Write)
     assert len(keys_of(write)) * RECORD == world.core.arena.total // 8
     assert world.accounts["leased"] == 16 * SLOT
+
+
+class TestFlush:
+    def test_it_is_answered_once_all_that_waited_is_written_and_synced(self):
+        world, engine = writing()
+        engine.commit(chain(2))
+        assert world.settle(ev.Flush(99)) == []
+        world.complete(Reuse)
+        engine.commit(chain(1, "b"))  # later: the flush does not wait for it
+        told = world.complete(Write)
+        assert [type(effect) for effect in told] == [ev.Sync, Write]
+        assert ev.Flushed(99, True) in world.complete(ev.Sync)
+
+    def test_a_sync_that_failed_is_told(self):
+        world, engine = writing()
+        engine.commit(chain(1))
+        world.handle(ev.Flush(99))
+        world.complete(Reuse)
+        world.complete(Write)
+        assert ev.Flushed(99, False) in world.complete(ev.Sync, failing=(0,))
+
+    def test_without_a_log_there_is_nothing_to_wait_for(self):
+        assert World().settle(ev.Flush(99)) == [ev.Flushed(99, True)]
+
+    def test_what_is_dropped_does_not_hold_it_up(self):
+        world, engine = writing()
+        engine.commit(chain(1))
+        world.handle(ev.Flush(99))
+        world.settle(ev.Purge())
+        told = world.finish()
+        assert ev.Flushed(99, True) in told

@@ -13,7 +13,7 @@ from functools import reduce
 from threading import Condition, Thread
 from typing import Final, TypeVar
 
-from kvhold.core.events import Cancel, Forget, Read, Reuse, Seal, ToLog, Write
+from kvhold.core.events import Cancel, Forget, Read, Reuse, Seal, Sync, ToLog, Write
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.handles import Handles
 from kvhold.tiers.ssd.reading import Reader
@@ -23,7 +23,7 @@ from kvhold.tiers.ssd.writing import Writer
 log = logging.getLogger(__name__)
 
 J = TypeVar("J")
-Job = Read | Write | Reuse | Seal | Forget
+Job = Read | Write | Reuse | Seal | Sync | Forget
 _SAY_AGAIN: Final = 10.0
 """Seconds between two log lines about the same kind of trouble."""
 
@@ -50,9 +50,9 @@ class Executor:
         self._handles = Handles(opened)
         self._changed = Condition()
         self._reads: OrderedDict[int, Read] = OrderedDict()
-        self._writes: OrderedDict[int, Write | Reuse | Seal | Forget] = OrderedDict()
+        self._writes: OrderedDict[int, Write | Reuse | Seal | Sync | Forget] = OrderedDict()
         self._dropped: deque[Job] = deque()  # to be answered without being done
-        self._seals: list[Seal] = []  # footers that are written and not synced
+        self._seals: list[Seal | Sync] = []  # to be answered after the next sync
         self._running: dict[int, float] = {}  # io -> since when
         self._unsynced: set[int] = set()
         self._sync_seconds = sync_seconds
@@ -156,6 +156,11 @@ class Executor:
                     writer.seal(job)
                     self._dirty(job.segment, job)
                     continue  # the thread that syncs answers
+                elif isinstance(job, Sync):
+                    with self._changed:
+                        self._seals.append(job)
+                        self._changed.notify_all()
+                    continue
                 elif isinstance(job, Reuse):
                     writer.reuse(job)
                     failed = ()
@@ -181,8 +186,9 @@ class Executor:
                 ending = self._writer_ended
                 seals, self._seals = self._seals, []
             bad = self._sync(counters)
-            for seal in seals:
-                self._answer(seal, (0,) if seal.segment in bad else (), counters)
+            for job in seals:
+                failed = bool(bad) if isinstance(job, Sync) else job.segment in bad
+                self._answer(job, (0,) if failed else (), counters)
 
     def _drop_loop(self) -> None:
         while True:
