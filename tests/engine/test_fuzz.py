@@ -2,10 +2,12 @@
 
 Shared prefixes, a block pool so small that requests are preempted, chunked prefill, slow, failing and aborted restores,
 failing publishes, resets of the engine's cache and of the connector, and a real manager that is stopped, continued,
-killed and restarted meanwhile. More seeds: ``pytest tests/engine/test_fuzz.py --long``.
+killed and restarted meanwhile; in some with so little DRAM that most of what is restored comes from its SSD, also after
+a restart. More seeds: ``pytest tests/engine/test_fuzz.py --long``.
 """
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +90,37 @@ class Health:
             self._manager.start()
 
 
+@pytest.fixture
+def keeper(request: pytest.FixtureRequest, short_folder: Path) -> Iterator[Manager]:
+    """A manager with plenty of DRAM, or with next to none and an SSD."""
+    options = ["--ssd", f"{short_folder}/ssd:64MiB", "--ssd-min-free", "0"] if request.param else []
+    process = Manager(short_folder, *options, dram="2MiB" if options else "256MiB")
+    yield process
+    print(process.log_tail())
+    process.kill()
+
+
 @pytest.mark.parametrize(
-    ("seed", "blocks", "faults"),
+    ("seed", "blocks", "faults", "keeper"),
     [
-        (0, 26, False),
-        (1, 22, True),
-        (2, 40, True),
-        *(pytest.param(seed, 20 + seed % 20, seed % 3 > 0, marks=pytest.mark.long) for seed in range(3, 43)),
+        (0, 26, False, False),
+        (1, 22, True, False),
+        (2, 40, True, False),
+        (50, 26, False, True),
+        (51, 30, True, True),
+        *(
+            pytest.param(seed, 20 + seed % 20, seed % 3 > 0, seed % 2 > 0, marks=pytest.mark.long)
+            for seed in range(3, 43)
+        ),
     ],
+    indirect=["keeper"],
 )
 def test_fuzz(
-    llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch, seed: int, blocks: int, faults: bool
+    llama_dir: Path, keeper: Manager, monkeypatch: pytest.MonkeyPatch, seed: int, blocks: int, faults: bool
 ) -> None:
+    manager = keeper
     rng = random.Random(seed)
-    shared = [prompt(400, s) for s in range(4)]
+    shared = [prompt(400, s) for s in range(12 if status(manager.socket)["logs"] else 4)]
     prompts, limits = [], []
     for _ in range(REQUESTS):
         tail = [rng.randrange(3, 500) for _ in range(rng.randrange(1, 60))]
@@ -119,6 +138,9 @@ def test_fuzz(
         until(lambda: attached(llm), "attached at the end")
         check_nothing_held(llm, free, manager.socket)
         check_identity(counts)
+        said = status(manager.socket)
+        if said["logs"] and not faults:
+            assert said["counters"].get("keys_read", 0) > 0, said["counters"]
     until(lambda: not status(manager.socket)["instances"], "the manager holds nothing for a closed engine")
 
 

@@ -28,21 +28,21 @@ SIZES = [1, 2, 3, 2]
 SEGMENT = 12 * UNIT
 """Five of the smallest records, or two of the largest, and a footer."""
 LIMITS = {
-    "prepared_share": 0.5,
-    "engine_share": 0.4,
+    "prepared_share": 0.7,
+    "engine_share": 0.6,
     "speculative_share": 0.5,
     "credit_share": 0.25,
     "max_objects": 1000,
     "queries": 3,
     "operations": 4,
     "read_bytes": 3 * UNIT,
-    "write_batch": 2 * (HEADER + UNIT),
+    "write_batch": 4 * (HEADER + UNIT),
     "write_queue": 16,
     "write_rate": 0,
     "second_touch": False,
-    "answer_ns": 60,
-    "lease_ns": 150,
-    "stall_ns": 200,
+    "answer_ns": 50,
+    "lease_ns": 90,
+    "stall_ns": 120,
     "retry_ns": 80,
 }
 """Little of everything, so that budgets and deadlines are met often."""
@@ -83,6 +83,10 @@ class Space:
     @property
     def size(self) -> int:
         return sum(self.shards)
+
+    def same(self, other: "Space") -> bool:
+        """Whether the two name the same objects."""
+        return (self.namespace, self.group) == (other.namespace, other.group)
 
     def names(self, keys: list[bytes]) -> list[Name]:
         return [(self.namespace, self.group, key) for key in keys]
@@ -165,6 +169,7 @@ class CoreModel:
         self.told: list[list[Effect]] = []
         self.engines: list[Engine] = []
         self.halves: dict[int, Half] = {}
+        self.owners: dict[int, Engine] = {}  # by session, also of those that are gone
         self.content: dict[int, Name] = {}  # offset -> what lies there in full
         self.disk = FakeDisk(self.content)
         self.seen: dict[Name, int | None] = {}  # what is known, and its slot if it can be read there
@@ -267,7 +272,7 @@ class CoreModel:
                 assert one.started is None
                 assert self.now - one.answered >= self.limits.lease_ns
             case ev.Stalled():
-                one = self.halves[effect.session].engine.asked[effect.op]
+                one = self.owners[effect.session].asked[effect.op]
                 assert one.started is not None
                 assert self.now - one.started >= self.limits.stall_ns
                 assert not one.stalled

@@ -20,7 +20,7 @@ class Limits:
     prepared_share: float = 0.75
     """Bytes that are leased or on their way from a log, of all engines. The rest is kept for publishing."""
     engine_share: float = 0.75
-    """The same of one engine, counting what it shares with others in full."""
+    """The same of one engine, counting what it was the first to lease."""
     speculative_share: float = 0.25
     """Of each of the two, what questions asked ahead of need may take."""
     credit_share: float = 0.25
@@ -50,7 +50,7 @@ class Limits:
     lease_ns: int = 60 * SECOND
     """How long an answered lease is kept for a restore to start. Clients give up after a fraction of it."""
     stall_ns: int = 60 * SECOND
-    """A restore, or a read, that takes longer is reported."""
+    """A restore that takes longer is reported."""
     retry_ns: int = 10 * SECOND
     """How long a log is left alone after repeated errors."""
     quotas: dict[bytes, Quota] = field(default_factory=dict)

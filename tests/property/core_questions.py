@@ -1,0 +1,291 @@
+"""What engines ask, and what follows an answer."""
+
+from collections import Counter
+from dataclasses import replace
+
+from core_model import (
+    Asked,
+    Engine,
+    Space,
+    said,
+)
+from core_rules import Engines, key, rarely, small
+from fake_disks import Name
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    precondition,
+    rule,
+)
+
+from kvhold.core import events as ev
+from kvhold.core.events import Reason
+
+
+class Questions(Engines):
+    """Rules about operations."""
+
+    def some_keys(self, space: Space | None, which: int, chain: int, length: int, twist: str) -> list[bytes]:
+        known = sorted(name for name in self.seen if space and name[:2] == (space.namespace, space.group))
+        cold = [name for name in known if self.seen[name] is None]
+        if known and twist != "far":
+            chain = known[which * chain % len(known)][2][0]
+        if cold and which % 4 and twist != "far":
+            chain, position = cold[which % len(cold)][2]
+            length = max(length, position + 1)
+        keys = [key(chain, position) for position in range(length)]
+        if twist == "gap" and keys:
+            keys[length // 2] = key(9, 9)
+        if twist == "twice":
+            keys = keys[: length // 2] + keys[: length // 2 + 1][::-1] + keys[:2]
+        return keys
+
+    @precondition(lambda self: self.speakers())
+    @rule(
+        number=small,
+        which=small,
+        chain=st.integers(0, 1),
+        length=st.integers(0, 12),
+        skip=st.one_of(st.just(0), small),
+        twist=st.sampled_from([""] * 8 + ["gap", "twice", "twice"]),
+        op=st.integers(0, 5),
+        revision=st.integers(1, 4),
+        ahead=st.sampled_from([False, False, True]),
+        torn=rarely,
+    )
+    def query(
+        self,
+        number: int,
+        which: int,
+        chain: int,
+        length: int,
+        skip: int,
+        twist: str,
+        op: int,
+        revision: int,
+        ahead: bool = False,
+        torn: bool = False,
+    ) -> None:
+        engine, at, space = self.aim(number, which)
+        keys = self.some_keys(space, which, chain, length, twist)
+        one = Asked(revision, False, ahead, space, space.names(keys) if space else [], skip)
+        one.chosen = one.names[skip:]
+        event = ev.Query(engine.scheduler.id, op, revision, 7 if space is None else at, skip, b"".join(keys))
+        self.ask(engine, replace(event, ahead=ahead, keys=event.keys + b"!" * torn), one, torn)
+
+    @precondition(lambda self: any(engine.asked for engine in self.speakers()))
+    @rule(number=small, which=small, length=st.integers(0, 6), more=st.integers(-1, 2), ahead=st.booleans())
+    def extend(self, number: int, which: int, length: int, more: int, ahead: bool) -> None:
+        """The chain of an operation grows while it is matched, waits, was answered, or is over."""
+        engine = next(e for e in (self.speakers() * 2)[number % len(self.speakers()) :] if e.asked)
+        op = sorted(engine.asked)[which % len(engine.asked)]
+        former = engine.asked[op]
+        at = next((at for at, space in engine.spaces.items() if space is former.space), None)
+        if at is None:
+            at, space = self.some_space(engine, which)
+        else:
+            space = engine.spaces[at]
+        start = len(former.names)
+        chain = former.names[-1][2][0] if former.names else 0
+        keys = [key(chain, start + i) for i in range(length)]
+        skip = max(0, former.skip + more)
+        one = Asked(former.revision + max(0, more), False, ahead, space, [], skip, extends=True)
+        if space is not None and former.space is not None and not former.exact and former.space.same(space):
+            one.names = former.names + space.names(keys)
+            one.skip = max(skip, former.skip)
+            one.pieces = former.pieces[one.skip - former.skip :]
+            one.chosen = one.names[one.skip :]
+        event = ev.Query(engine.scheduler.id, op, one.revision, 7 if space is None else at, skip, b"".join(keys), True)
+        self.ask(engine, replace(event, ahead=ahead), one)
+
+    @precondition(lambda self: self.speakers())
+    @rule(
+        number=small,
+        parts=st.lists(st.tuples(small, st.integers(0, 1), st.integers(0, 6)), min_size=1, max_size=3),
+        twist=st.sampled_from(["", "", "", "gap", "twice"]),
+        op=st.integers(0, 5),
+        revision=st.integers(1, 4),
+        ahead=st.sampled_from([False, False, True]),
+    )
+    def prepare(
+        self, number: int, parts: list[tuple[int, int, int]], twist: str, op: int, revision: int, ahead: bool
+    ) -> None:
+        """Exactly these, of one to three spaces."""
+        engine, at, space = self.aim(number, 0)
+        named: list[tuple[int, bytes]] = []
+        names: list[Name] = []
+        demand = 0
+        for which, chain, length in parts:
+            if named:
+                at, space = self.some_space(engine, which)
+            keys = self.some_keys(space, which, chain, length, twist if length else "")
+            named.append((7 if space is None else at, b"".join(keys)))
+            if space is not None:
+                names += space.names(keys)
+                demand += len(keys) * space.size
+        one = Asked(revision, True, ahead, engine.spaces.get(named[0][0]), names, chosen=names)
+        self.ask(engine, ev.Prepare(engine.scheduler.id, op, revision, tuple(named), ahead), one, demand=demand)
+
+    def ask(
+        self, engine: Engine, event: ev.Query | ev.Prepare, one: Asked, torn: bool = False, demand: int = 0
+    ) -> None:
+        """Put a question, of which the model knows whether it is taken, refused, ignored or over budget at once."""
+        op, former = event.op, engine.asked.get(event.op)
+        detached = [ev.Answer(event.session, op, event.revision, 0, b"", Reason.DETACHED)]
+        if engine.broken or not engine.ready:
+            assert said(self.do(event)) == detached
+        elif torn and one.space is not None:
+            self.refused(self.do(event), event.session)
+        elif former is not None and former.revision >= event.revision:
+            counted = self.core.counters["stale"]
+            assert said(self.do(event)) == []
+            assert self.core.counters["stale"] == counted + 1
+        elif former is not None and former.started is not None:
+            self.refused(self.do(event), event.session)
+        elif one.space is None:
+            self.over(engine, op)
+            assert said(self.do(event)) == detached
+        else:
+            pending = engine.pending - (former is not None and former.answered is None)
+            crowded = pending >= self.limits.queries
+            crowded |= len(engine.asked) - (former is not None) >= self.limits.operations
+            self.over(engine, op)
+            share = self.limits.speculative_share if one.ahead else 1.0
+            share *= min(self.limits.engine_share, self.limits.prepared_share)
+            large = demand > share * self.core.arena.total
+            engine.asked[op] = one
+            if crowded:
+                one.pieces, one.crowded = [], True
+            answers = [effect for effect in self.do(event) if isinstance(effect, ev.Answer) and effect.op == op]
+            if crowded:
+                assert [(a.resident, a.reason) for a in answers] == [(0, Reason.BUDGET)]
+            elif former is None:
+                assert not large or [a.reason for a in answers] == [Reason.TOO_LARGE]
+                assert large or all(answer.reason is not Reason.TOO_LARGE for answer in answers)
+
+    @precondition(lambda self: self.speakers())
+    @rule(number=small, which=small, chain=st.integers(0, 2), length=st.integers(1, 14), skip=st.integers(0, 2))
+    def request(self, number: int, which: int, chain: int, length: int, skip: int) -> None:
+        """A prompt comes, is stored, and comes again to another engine."""
+        self.store(number, which, chain, length)
+        for other in (number, number + 1):
+            if self.speakers():
+                self.query(other, which, chain, length, skip, "far", number % 6, 4)
+
+    @precondition(lambda self: self.speakers())
+    @rule(number=small, parts=st.lists(st.tuples(small, st.integers(0, 1), st.integers(0, 6)), max_size=3), torn=rarely)
+    def lookup(self, number: int, parts: list[tuple[int, int, int]], torn: bool) -> None:
+        """It says where everything is and changes nothing."""
+        engine = self.speaker(number)
+        named: list[tuple[int, bytes]] = []
+        names: list[list[Name]] = []
+        for which, chain, length in parts:
+            at, space = self.some_space(engine, which)
+            keys = self.some_keys(space, which, chain, length, "")
+            named.append((7 if space is None else at, b"".join(keys) + b"!" * torn))
+            names.append(space.names(keys) if space is not None else [])
+        self.drain()
+        known = [engine.ready and not engine.broken and at in engine.spaces for at, _ in named]
+        catalogue, counters = self.core.catalogue, Counter(self.core.counters)
+        event = ev.Lookup(engine.scheduler.id, 99, tuple(named))
+        if torn and any(known):
+            self.refused(self.do(event), engine.scheduler.id)
+            return
+        hungry = bool(self.core.credits._hungry)  # who wants credits looks for them at every event
+        before = [*map(list, (catalogue.stamp, catalogue.older, catalogue.leases, catalogue.state, catalogue.bytes))]
+        seen = self.seen
+        effects = self.do(event)
+        while not any(isinstance(effect, ev.Residency) for effect in effects):
+            effects = effects + self.do(None)
+        here = [*map(list, (catalogue.stamp, catalogue.older, catalogue.leases, catalogue.state, catalogue.bytes))]
+        assert hungry or here == before or said(effects) != effects
+        (residency,) = [effect for effect in effects if isinstance(effect, ev.Residency)]
+        tiers = [[0 if n not in seen else 1 if seen[n] is not None else 2 for n in part] for part in names]
+        expected = tuple(bytes(part) if ok else b"" for part, ok in zip(tiers, known, strict=True))
+        assert residency == ev.Residency(engine.scheduler.id, 99, expected) or seen != self.seen
+        assert self.core.counters["keys_asked"] == counters["keys_asked"]
+
+    # --- what follows an answer ---------------------------------------------------------------------------------
+
+    @precondition(lambda self: any(engine.asked for engine in self.speakers()))
+    @rule(number=small, ops=st.sets(st.integers(0, 5), min_size=1), older=st.sampled_from([0, 0, 0, 1]))
+    def release(self, number: int, ops: set[int], older: int) -> None:
+        holders = [engine for engine in self.speakers() if engine.asked]
+        engine = holders[number % len(holders)]
+        named = [(op, engine.asked[op].revision - older) for op in sorted(engine.asked.keys() & ops)]
+        if not older:
+            self.let_go(engine, [op for op, _ in named])
+            return
+        counted = self.core.counters["stale"]
+        self.do(ev.Release(engine.scheduler.id, tuple(named)))
+        self.drain()
+        assert self.core.counters["stale"] == counted + len(named)
+
+    def let_go(self, engine: Engine, ops: list[int]) -> None:
+        """Ends them all: with the event one by one, each of which may take a slice."""
+        named = tuple((op, engine.asked[op].revision) for op in ops)
+        for op in ops:
+            one = engine.asked[op]
+            self.ending.update(one.chosen)
+        for op, revision in named:
+            self.over(engine, op)
+            self.do(ev.Release(engine.scheduler.id, ((op, revision),)))
+
+    @precondition(lambda self: any(engine.asked for engine in self.speakers()))
+    @rule(number=small, ops=st.sets(st.integers(0, 5), min_size=1), spoiled=st.sampled_from(["", "", "", "one", "end"]))
+    def start(self, number: int, ops: set[int], spoiled: str) -> None:
+        """Restores begin; some fail, and some of those are told of with the release."""
+        holders = [engine for engine in self.speakers() if engine.asked]
+        engine = holders[number % len(holders)]
+        counted, stale = self.core.counters["stale"], 0
+        for op in sorted(ops):
+            one = engine.asked.get(op)
+            if engine.broken or one is None or one.answered is None or one.started is not None:
+                stale += not engine.broken
+            else:
+                one.started = self.now + 1
+        self.do(ev.Started(engine.scheduler.id, tuple(sorted(ops))))
+        assert self.core.counters["stale"] == counted + stale
+        going = [op for op, one in engine.asked.items() if one.started is not None]
+        if spoiled and going:
+            self.spoil(engine, going[0])
+            if spoiled == "end" and going[0] in engine.asked:
+                self.let_go(engine, [going[0]])
+
+    def spoil(self, engine: Engine, op: int) -> None:
+        if not engine.broken:
+            names = {name for name, offset, _ in engine.asked[op].pieces if self.seen.get(name) == offset}
+            self.condemned |= names
+            self.doomed |= names
+        self.do(ev.Spoiled(engine.scheduler.id, op))
+
+    @precondition(lambda self: self.speakers() and not self.core.has_work)
+    @rule(number=small, op=st.one_of(st.none(), st.integers(0, 5)))
+    def explained(self, number: int, op: int | None) -> None:
+        """Who holds an object is told, and what an operation does."""
+        scheduler = self.speaker(number).scheduler
+        names = sorted(self.seen)
+        assert scheduler is not None
+        if op is None and not names:
+            return
+        event = (
+            ev.Explain(scheduler.id, op=op)
+            if op is not None
+            else ev.Explain(scheduler.id, names[number % len(names)][2])
+        )
+        effects = self.do(event)
+        while not any(isinstance(effect, ev.Explained) for effect in effects):
+            effects = effects + self.do(None)
+        (told,) = [effect for effect in effects if isinstance(effect, ev.Explained)]
+        text = "\n".join(told.lines)
+        for engine in self.engines:
+            for number, one in engine.asked.items():
+                if number == op:
+                    assert f"in instance {engine.instance}, revision {one.revision}" in text
+                if op is None and any(name[2] == event.key and self.seen.get(name) == at for name, at, _ in one.pieces):
+                    assert f"held by operation {number} of instance {engine.instance}" in text
+
+    @precondition(lambda self: self.core.has_work)
+    @rule(slices=st.integers(1, 4))
+    def step(self, slices: int) -> None:
+        for _ in range(slices):
+            self.do(None)
