@@ -342,9 +342,9 @@ def audit(core: Core) -> None:
     # Leases: what rows say is what operations and I/O hold, and more only while a release is under way.
     operations = [op for held in core.attachments.values() for op in held.operations.values()]
     leased = Counter(row for op in operations for part in op.parts for row in part.leased)
-    for io in core.storage._ios.values():
+    for io in core.storage.ios.values():
         leased.update(io.rows)
-    leased.update(list(core.storage._queued))  # a dictionary would be added up
+    leased.update(list(core.storage.reads.queued))  # a dictionary would be added up
     for row in rows:
         assert cat.leases[row] >= leased[row]
         assert cat.leases[row] == leased[row] or core.has_work
@@ -386,16 +386,16 @@ def audit(core: Core) -> None:
         assert row in segment.rows
         live[log.number, segment.number] += HEADER + cat.size[row]
     reading: Counter[tuple[int, int]] = Counter()
-    for row in storage._queued:
+    for row in storage.reads.queued:
         if cat.state[row] == State.LOADING:
             log, segment, _ = cat.segment_of(row)
             reading[log.number, segment.number] += 1
-    for io in storage._ios.values():
+    for io in storage.ios.values():
         if io.kind in ("read", "seal"):
             assert io.segment is not None
             reading[io.device.log.number, io.segment.number] += len(io.rows) or 1
-    assert storage.read_bytes == sum(io.bytes for io in storage._ios.values() if io.kind == "read")
-    assert storage.write_bytes == sum(io.bytes for io in storage._ios.values() if io.kind == "write")
+    assert storage.reads.bytes == sum(io.bytes for io in storage.ios.values() if io.kind == "read")
+    assert storage.writes.bytes == sum(io.bytes for io in storage.ios.values() if io.kind == "write")
     for device in storage.devices.values():
         log = device.log
         for segment in log.segments.values():
@@ -408,5 +408,5 @@ def audit(core: Core) -> None:
         assert sorted(segment.number for segment in roles) == sorted(log.segments), "a segment is lost"
         ordered = [segment.seq for segment in log.sealed]
         assert ordered == sorted(ordered)
-        writes = [io for io in storage._ios.values() if io.kind == "write" and io.device is device]
+        writes = [io for io in storage.ios.values() if io.kind == "write" and io.device is device]
         assert len(writes) == device.writing

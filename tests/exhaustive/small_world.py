@@ -648,7 +648,7 @@ class SmallWorld:
         assert not core.queries._waiters
         assert not core.queries.answering
         assert not core.queries.ahead
-        assert not core.storage._queued
+        assert not core.storage.reads.queued
         assert not core.storage.pending
         self._purge(b"")
         self.run()
@@ -667,7 +667,7 @@ class SmallWorld:
         return Canon(self, swap).all()
 
 
-_DESCRIBED = ("log", "queue", "reads", "next_write", "reads_again", "full_until")
+_DESCRIBED = ("log", "queue", "queued", "reads", "next_write", "reads_again", "full_until")
 """Of a device, what is named field by field: the rest is plain values."""
 
 
@@ -705,10 +705,10 @@ class Canon:
                 for part in op.parts:
                     for position, row in enumerate(part.rows):
                         held.setdefault(row, []).append(("lease", who, part.index.namespace.name, position))
-        for io in self.core.storage._ios.values():
+        for io in self.core.storage.ios.values():
             for position, row in enumerate(io.rows):
                 held.setdefault(row, []).append(("io", io.kind, io.segment and io.segment.number, position))
-        for position, row in enumerate(self.core.storage._queued):
+        for position, row in enumerate(self.core.storage.reads.queued):
             held.setdefault(row, []).append(("queued", position))
         names: dict[int, tuple[Any, ...]] = {}
         anonymous: list[tuple[Any, ...]] = []
@@ -829,8 +829,8 @@ class Canon:
 
     def storage(self) -> list[Any]:
         storage = self.core.storage
-        told: list[Any] = [self.named(storage._queued), storage.read_bytes, storage.write_bytes]
-        for io in storage._ios.values():
+        told: list[Any] = [self.named(storage.reads.queued), storage.reads.bytes, storage.writes.bytes]
+        for io in storage.ios.values():
             where = io.segment and (io.segment.number, io.segment.seq - io.device.log.seq)
             dirty = [self.dirty(one) for one in io.dirty]
             told.append((io.kind, where, self.named(io.rows), io.places, dirty, io.bytes, io.cancelled))

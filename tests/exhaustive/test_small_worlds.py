@@ -10,7 +10,7 @@ from small_world import A0, A1, B0, LIMITS, Setting, SmallWorld
 import kvhold.core.catalogue
 import kvhold.core.events
 import kvhold.core.recency
-import kvhold.core.storage
+import kvhold.core.writes
 
 SECONDS = float(os.environ.get("KVHOLD_SEARCH_SECONDS", "1.2"))
 """For each search, of which there are ten; the least depth is searched however long it takes."""
@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of one row, and nothing that is large to copy."""
     monkeypatch.setattr(kvhold.core.events, "MAX_BATCH", 1)
     monkeypatch.setattr(kvhold.core.catalogue, "_SPREAD", 4)
-    monkeypatch.setattr(kvhold.core.storage, "_GHOSTS", 1)
+    monkeypatch.setattr(kvhold.core.writes, "_GHOSTS", 1)
     monkeypatch.setattr(kvhold.core.recency, "LOOK", 8)
 
 

@@ -505,7 +505,7 @@ class CoreModel:
         core, states = self.core, self.core.accounts()
         if core.has_work:
             return
-        queued, unanswered = bool(core.storage._queued), False
+        queued, unanswered = bool(core.storage.reads.queued), False
         held, extents = Counter[str](), set(self.disk.extents)
         for engine in self.engines:
             for space in engine.spaces.values():
@@ -520,7 +520,7 @@ class CoreModel:
         rest = states["leased"] + states["doomed"] + states["loading"] - sum(size for _, size in extents)
         assert rest >= 0
         assert rest == 0 or queued or unanswered
-        assert not queued or core.storage.read_bytes >= self.limits.read_bytes
+        assert not queued or core.storage.reads.bytes >= self.limits.read_bytes
 
     def check_room(self) -> None:
         """Nobody waits for credits beside free room."""

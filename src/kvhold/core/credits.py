@@ -197,7 +197,7 @@ class Credits:
                 self._common.story.note(Kind.DUPLICATE, fingerprint(key), index.id, row, epoch)
                 catalogue.free(row)
                 counters["duplicates"] += 1
-                self._storage.write(known, before, depth)
+                self._storage.writes.write(known, before, depth)
                 parent = known
             elif known is not None:
                 catalogue.replace(row, known, parent)
@@ -212,7 +212,7 @@ class Credits:
                 catalogue.note(Kind.STORED, row)
                 stored.append(row)
                 parent = row
-                self._storage.write(row, before, depth)
+                self._storage.writes.write(row, before, depth)
             before = key
         counters["commits"] += len(stored)
         catalogue.vacate(stored)

@@ -87,7 +87,7 @@ class Queries:
         for end in range(len(rows), 0, -ev.MAX_BATCH):
             start = max(0, end - ev.MAX_BATCH)
             self._catalogue.touch(rows[start:end], index)
-            self.storage.touched(rows, start, end)
+            self.storage.writes.touched(rows, start, end)
             if start:
                 yield []
 
@@ -131,7 +131,7 @@ class Queries:
             for end in range(len(rows), 0, -ev.MAX_BATCH):
                 start = max(0, end - ev.MAX_BATCH)
                 self._catalogue.touch(rows[start:end], index)
-                self.storage.touched(rows, start, end)
+                self.storage.writes.touched(rows, start, end)
                 yield []
 
     def lookup(self, event: ev.Lookup) -> Work:
@@ -245,7 +245,7 @@ class Queries:
         catalogue, storage, state = self._catalogue, self.storage, self._catalogue.state
         reason = Reason.NONE
         for position, row in enumerate(rows):
-            if state[row] == State.LOADING and not storage.in_service(row):  # its read hangs
+            if state[row] == State.LOADING and not storage.reads.in_service(row):  # its read hangs
                 rows, reason = rows[:position], Reason.OUT_OF_SERVICE
                 break
         warm = [position for position, row in enumerate(rows) if state[row] != State.COLD]
@@ -253,14 +253,14 @@ class Queries:
         for position in sorted(set(range(len(rows))).difference(warm)) if len(warm) < len(rows) else ():
             row, short = rows[position], Reason.NONE
             if state[row] == State.COLD:
-                if not storage.readable(row):
+                if not storage.reads.readable(row):
                     short = Reason.NOT_STORED
-                elif not storage.in_service(row):
+                elif not storage.reads.in_service(row):
                     short = Reason.OUT_OF_SERVICE
                 elif not catalogue.fill(row):
                     short = Reason.BUDGET
                 else:
-                    storage.read(row)
+                    storage.reads.read(row)
                     cost += catalogue.size[row]
             if short:
                 reason = short
@@ -448,7 +448,7 @@ class Queries:
                     if same and catalogue.key[row] and catalogue.owner[row] == part.index.id:
                         names.append((part.index.namespace.name, part.index.group, catalogue.key[row]))
                         catalogue.note(Kind.QUARANTINED, row)
-                        self.storage.removing(row)
+                        self.storage.reads.removing(row)
                         catalogue.remove(row)
                         self._common.counters["quarantined"] += 1
                 yield self.storage.forget(names) if names else []
@@ -516,7 +516,7 @@ class Queries:
                     for row in batch:
                         self._wait_no_more(operation, row)
                 self._catalogue.release(batch)
-                yield self.storage.unwanted(batch)
+                yield self.storage.reads.unwanted(batch)
 
     def _note(self, operation: Operation, kind: Kind, value: int) -> None:
         self._common.story.note(kind, operation.id, operation.session, operation.revision, value)

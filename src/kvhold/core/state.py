@@ -5,7 +5,7 @@ amount of work; what is longer is left as a resumable piece, of which :meth:`Cor
 be carried out in order; bytes are exposed only after the change that protects them.
 
 Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``catalogue``, ``sessions``, ``credits``, ``queries``,
-``segments``, ``storage``, then this file.
+``segments``, ``devices``, ``reads``, ``writes``, ``storage``, then this file.
 """
 
 from collections import Counter
@@ -247,7 +247,7 @@ class Core:
                     if covered is False:  # written after this purge has begun
                         names.append((index.namespace.name, index.group, catalogue.key[row]))
                     catalogue.note(Kind.PURGED, row)
-                    storage.removing(row)
+                    storage.reads.removing(row)
                     catalogue.remove(row)
                     self.counters["purged"] += 1
             if names:

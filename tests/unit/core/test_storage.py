@@ -200,10 +200,10 @@ class TestCancel:
         world.settle(engine.query_event(keys, op=1))
         engine.release(1)
         assert [effect for effect in world.told if isinstance(effect, Cancel)] == [Cancel(1, 0)]
-        assert (world.accounts["loading"], world.core.storage.read_bytes) == (4 * SLOT, 4 * SLOT)
+        assert (world.accounts["loading"], world.core.storage.reads.bytes) == (4 * SLOT, 4 * SLOT)
         world.finish()
         assert "loading" not in world.accounts
-        assert (world.core.storage.read_bytes, world.core.storage.pending) == (0, 0)
+        assert (world.core.storage.reads.bytes, world.core.storage.pending) == (0, 0)
         assert world.accounts["resident"] == 4 * SLOT, "read for nobody, but read"
 
     def test_an_answer_of_an_io_comes_once(self):

@@ -1,0 +1,84 @@
+"""The logs that are open, and the I/Os that are under way there."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvhold.core import events as ev
+from kvhold.core.catalogue import Catalogue
+from kvhold.core.common import Timer
+from kvhold.core.segments import Log, Segment
+
+ERRORS = 3
+"""Failures one after the other that take a log out of service for a while."""
+
+
+@dataclass(slots=True)
+class Dirty:
+    """A row that is to be written, if its slot is still the same."""
+
+    row: int
+    epoch: int
+    parent: bytes
+    depth: int
+    number: int  # in the order of queueing
+    retried: bool = False
+    again: bool = False  # it was in the log before
+
+
+@dataclass(slots=True, eq=False)
+class Io:
+    number: int
+    device: "Device"
+    segment: Segment | None = None
+    rows: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    dirty: list[Dirty] = field(default_factory=list)
+    bytes: int = 0
+    kind: str = ""
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Device:
+    """A log and how it does. After a segment could not be had, old ones are reused before new ones for a while."""
+
+    log: Log
+    ready: bool = False
+    queue: deque[Dirty] = field(default_factory=deque)
+    queued: int = 0  # ever
+    writing: bool = False
+    reclaiming: bool = False
+    full_until: int = 0
+    rewrite: float = 0.0  # bytes that may be written again
+    next_write: int = 0  # not before then
+    read_errors: int = 0
+    write_errors: int = 0
+    reads_again: int = 0  # not read before then
+    reads: Timer[Io] = field(default_factory=Timer)
+    purged: list[tuple[bytes, int]] = field(default_factory=list)  # (namespace, up to seq) while records are recovered
+
+
+class Devices:
+    """All of them, by log, and every I/O that is not answered, by its number."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.devices: dict[int, Device] = {}
+        self.ios: dict[int, Io] = {}
+        self._catalogue = catalogue
+        self._next_io = 1
+
+    def new_io(self, device: Device, kind: str, segment: Segment | None, rows: list[int], size: int) -> Io:
+        io = Io(0, device, segment, rows, bytes=size, kind=kind)
+        io.number = self.number(io)
+        return io
+
+    def number(self, io: Io) -> int:
+        number, self._next_io = self._next_io, self._next_io + 1
+        self.ios[number] = io
+        return number
+
+    def stored(self, row: int, at: int, parent: bytes = b"", depth: int = 0) -> ev.Stored:
+        catalogue = self._catalogue
+        index = catalogue.indexes[catalogue.owner[row]]
+        name, key = index.namespace.name, catalogue.key[row]
+        return ev.Stored(name, index.group, key, parent, depth, index.shards, catalogue.offset[row], at)
