@@ -14,6 +14,8 @@ from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 from kvhold.client.keeper import Keeper
 
+_LONGEST_SILENCE = 30.0
+"""Seconds; the first time it is one, and then twice as long each time."""
 MAX_BATCH = 256
 """Slots named in one message."""
 
@@ -103,7 +105,8 @@ class Control:
         self._next_op = 1
         self._asked: dict[int, _Asked] = {}
         self._granted: dict[int, int] = {}  # by space, slots that are neither committed nor returned
-        self._silent = False
+        self._silent_since = 0.0  # 0: it is not silent
+        self._silences = 0  # in a row
 
     # --- the session --------------------------------------------------------------------------------------------
 
@@ -123,7 +126,7 @@ class Control:
         if channel is None:
             return
         for message in channel.receive(wait):
-            self._silent = False
+            self._silent_since, self._silences = 0.0, 0
             self._handle(channel, message)
         if channel.lost:
             self._reset()
@@ -133,7 +136,7 @@ class Control:
         self.credit.clear()
         self._asked.clear()
         self._granted.clear()
-        self._silent = False
+        self._silent_since, self._silences = 0.0, 0
 
     def _handle(self, channel: Channel, message: wire.ManagerMessage) -> None:
         match message:
@@ -189,8 +192,17 @@ class Control:
 
     @property
     def silent(self) -> bool:
-        """Whether the manager owes an answer past its deadline and has said nothing since."""
-        return self._silent
+        """Whether the manager owes an answer past its deadline and has said nothing since.
+
+        After a while it is asked once more: it may have had nothing to say.
+        """
+        pause = min(_LONGEST_SILENCE, 2.0 ** (self._silences - 1))
+        return self._silent_since > 0 and time.monotonic() - self._silent_since < pause
+
+    def _fall_silent(self) -> None:
+        if not self.silent:
+            self._silent_since = time.monotonic()
+            self._silences += 1
 
     def ask(self, space: int, skip: int, keys: bytes, former: Ticket | None = None) -> Ticket:
         """Ask for a chain. What the same request asked before is void from now on, and what it leased is given up."""
@@ -214,7 +226,7 @@ class Control:
         asked = self._latest(ticket.op, ticket.revision)
         if asked is not None and asked.answer is None:
             self.pump()
-            if patient and not self._silent:
+            if patient and not self.silent:
                 self._wait_for(asked)
         if asked is None or asked.answer is None or self._asked.get(ticket.op) is not asked:
             return None
@@ -237,12 +249,17 @@ class Control:
         if asked is None:
             return True
         age = time.monotonic() - ticket.since
-        if asked.waiting and not self._silent:
+        if asked.waiting and not self.silent:
             return age >= self._read_seconds
-        if age < self._answer_seconds and not self._silent:
+        if age < self._answer_seconds and not self.silent:
             return False
-        self._silent = True
+        self._fall_silent()
         return True
+
+    def reading(self, ticket: Ticket) -> bool:
+        """Whether the manager has said that it reads what was asked for from a disk."""
+        asked = self._latest(ticket.op, ticket.revision)
+        return asked is not None and asked.waiting
 
     def start(self, ticket: Ticket) -> bool:
         """Declare that what ``ticket`` leased is about to be restored; False if it may not be any more."""

@@ -1,5 +1,6 @@
 """A manager of the engine's own: started as a child, gone with the engine, however that ends."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from kvhold.client.channel import AttachError
 from kvhold.protocol import SOCKET_TAKEN
 
 _START_SECONDS = 20.0
+_ENGINES_OWN = ("OMP_", "GOMP_", "KMP_", "LD_PRELOAD")
+"""What an engine sets for its own threads: they would bind the manager's to the engine's busiest cores."""
 
 
 class Embedded:
@@ -77,7 +80,12 @@ class Embedded:
         with theirs:
             self._was_up = False
             self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={name: value for name, value in os.environ.items() if not name.startswith(_ENGINES_OWN)},
             )
         self._lifeline = ours
 

@@ -93,7 +93,10 @@ class Credits:
 
     def target(self, space: Space) -> int:
         """Credits that a space should hold now. Two spaces' share is kept even while there is one."""
-        share = int(self._common.limits.credit_share * self._common.capacity) // max(2, self._spaces)
+        part, owner = self._common.limits.credit_share, space.index.namespace
+        share = int(part * self._common.capacity) // max(2, self._spaces)
+        # Of a namespace's quota no more than of the arena, or its credits would push out what it has stored.
+        share = min(share, int(part * owner.quota.limit) // max(1, len(owner.indexes)))
         return min(space.want, max(1, share // space.index.size))
 
     def share(self) -> list[Effect]:

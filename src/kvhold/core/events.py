@@ -238,7 +238,7 @@ class Tick:
 
 @dataclass(slots=True, frozen=True)
 class Explain:
-    """What happened to a key, or to an operation of any session?"""
+    """What happened to a key, or to an operation of any session? With neither, the latest misses."""
 
     session: int
     key: bytes = b""
@@ -287,10 +287,14 @@ class LogReady:
 
 @dataclass(slots=True, frozen=True)
 class Done:
-    """An I/O has ended, and touches no memory any more. ``failed`` are the positions of objects it failed for."""
+    """An I/O has ended, and touches no memory any more. ``failed`` are the positions of objects it failed for.
+
+    Those of a read are lost, unless they are ``kept``: they could not be looked at, which says nothing about them.
+    """
 
     io: int
     failed: tuple[int, ...] = ()
+    kept: bool = False
 
 
 Event = (

@@ -59,7 +59,9 @@ class Lookups:
         if lookup.resident is None and not self._take_answer(lookup, patient=wanted):
             if not wanted:
                 return 0
-            if self._patient and not self._overdue(lookup):
+            # Reading from a disk is worth a wait to everybody.
+            patient = self._patient or (lookup.ticket is not None and self._control.reading(lookup.ticket))
+            if patient and not self._overdue(lookup):
                 return None
             self._stats.add("answers_overdue")
             self._stats.add("tokens_missed_deadline", (last - first) * self._block_tokens)
