@@ -50,7 +50,7 @@ class Tier:
         self._waiting: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
 
-    def _done(self, io: int, failed: tuple[int, ...]) -> None:
+    def _done(self, io: int, failed: tuple[int, ...], kept: bool) -> None:
         self.failed += len(failed)
         self._waiting.pop(io).set()
 

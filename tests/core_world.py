@@ -355,7 +355,8 @@ def audit(core: Core) -> None:
         assert held.answering == sum(op.phase < Phase.ANSWERED for op in held.operations.values())
         for op in held.operations.values():
             assert 0 <= op.charged <= sum(len(part.leased) * part.index.size for part in op.parts)
-            assert op.phase is not Phase.WAITING or op.missing > 0 or held.broken  # it is told nothing any more
+            # One that lacks nothing is answered in its turn, or never if its owner is lost.
+            assert op.phase is not Phase.WAITING or op.missing > 0 or held.broken or core.has_work
     if not core.has_work:
         assert core.queries.ahead == sum(held.ahead for held in core.attachments.values())
         assert core.queries.answering == sum(held.answering for held in core.attachments.values())

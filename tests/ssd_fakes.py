@@ -251,11 +251,12 @@ class Driver:
         self.files = files
         self.log = log or open_log(ROOT, budget, min_free=0, segment_bytes=segment_bytes, files=files)
         self.arena = blocks(256 << 10)
+        self.kept: dict[int, bool] = {}
         self.answers: queue.Queue[tuple[int, tuple[int, ...]]] = queue.Queue()
         self.executor = Executor(
             self.log,
             self.arena,
-            lambda io, failed: self.answers.put((io, failed)),
+            self._done,
             readers=2,
             sync_seconds=sync_seconds,
         )
@@ -264,6 +265,10 @@ class Driver:
         self.end = 1 << 40  # behind all that an earlier process wrote
         self._io = 0
         self._offset = 0
+
+    def _done(self, io: int, failed: tuple[int, ...], kept: bool) -> None:
+        self.kept[io] = kept
+        self.answers.put((io, failed))
 
     def io(self) -> int:
         self._io += 1

@@ -667,7 +667,10 @@ class SmallWorld:
         return Canon(self, swap).all()
 
 
-_DESCRIBED = ("log", "queue", "queued", "reads", "next_write", "reads_again", "full_until")
+_DESCRIBED = (
+    *("log", "queue", "queued", "reads", "lost"),
+    *("paused_until", "wrote_at", "wrote", "reads_again", "full_until"),
+)
 """Of a device, what is named field by field: the rest is plain values."""
 
 
@@ -838,7 +841,7 @@ class Canon:
             log, now = device.log, self.world.now
             told.append([self.dirty(one) for one in device.queue])
             told.append(self.left(device.reads))
-            told.append([max(0, at - now) for at in (device.next_write, device.reads_again, device.full_until)])
+            told.append([max(0, at - now) for at in (device.paused_until, device.reads_again, device.full_until)])
             told += [getattr(device, one.name) for one in fields(device) if one.name not in _DESCRIBED]
             ends = [one and one.number for one in (log.open, log.next, log.erasing)]
             told.append((list(log.free), list(log.fresh), [one.number for one in log.sealed], ends))

@@ -313,8 +313,8 @@ MUTATIONS: Final = (
     Mutation(
         "who waits for a failed read is not told",
         "reads.py",
-        "                arrived.append((row, False))\n",
-        "",
+        "                arrived.append((row, False))\n                catalogue.spoiled(row)\n",
+        "                catalogue.spoiled(row)\n",
         "every question is answered",
     ),
     # --- logs

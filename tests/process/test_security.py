@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from manager_process import Manager
-from peers import KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, status, until
+from peers import DEADLINE, KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, status, until
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel
@@ -462,8 +462,10 @@ def test_a_client_keeps_away_from_another_users_socket(folder: Path) -> None:
 
     def listen() -> str:
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(path))
+            server.settimeout(DEADLINE)
+            server.bind(f"{path}.new")
             server.listen()
+            Path(f"{path}.new").rename(path)  # whoever sees it finds somebody who listens
             return server.accept()[0].recv(100).hex()
 
     read, write = os.pipe()

@@ -97,7 +97,7 @@ def test_purge_says_what_it_did(manager: Manager) -> None:
     engine = Engine(manager.socket, "one")
     engine.store([1, 2])
     done = run("-m", "kvhold.cli", "purge", "--socket", str(manager.socket))
-    assert (done.returncode, done.stdout) == (0, "purged\n")
+    assert (done.returncode, done.stdout) == (0, f"purged: the manager on {manager.socket}\n")
     until(lambda: status(manager.socket)["objects"] == 0, "purged objects gone")
 
 

@@ -350,8 +350,11 @@ class CoreModel:
         return any(len(space.credits) < self.target(space) for space in spaces)
 
     def target(self, space: Space) -> int:
-        open_ = sum(space.want > 0 for engine in self.engines if not engine.broken for space in engine.spaces.values())
-        share = int(self.limits.credit_share * PAGES * PAGE) // max(2, open_)
+        wanting = [one for engine in self.engines if not engine.broken for one in engine.spaces.values() if one.want]
+        share = int(self.limits.credit_share * PAGES * PAGE) // max(2, len(wanting))
+        if quota := self.limits.quotas.get(space.namespace):
+            alike = sum(one.namespace == space.namespace for one in wanting)
+            share = min(share, int(self.limits.credit_share * quota.limit) // max(1, alike))
         return min(space.want, max(1, share // space.size))
 
     def granted(self, grant: ev.Grant) -> None:

@@ -75,7 +75,7 @@ def store(model: Model, driver: Driver, chance: random.Random) -> None:
     copies: list[Copy] = []
     end = driver.end
     for _ in range(chance.randint(1, 4)):
-        shards = tuple(BLOCK * chance.randint(0, 2) for _ in range(chance.randint(1, 3)))
+        shards = tuple(BLOCK * chance.randint(1, 2) for _ in range(chance.randint(1, 3)))
         model.serial += 1
         copy = Copy(b"key%d" % chance.randrange(5), chance.choice(NAMESPACES), 0, shards, model.serial)
         end += HEADER + sum(shards)

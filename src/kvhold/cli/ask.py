@@ -1,8 +1,10 @@
 """Asking a running manager, for the commands that do."""
 
+import errno
+import socket as sockets
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -11,34 +13,73 @@ from kvhold.client.channel import AttachError, Channel
 from kvhold.client.paths import default_socket, runtime_dir
 
 _SECONDS = 5.0
+_NOBODY = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTSOCK, errno.ENOTDIR)
 
-Socket = Annotated[Path | None, typer.Option(help="Socket of the manager; by default the one that is found.")]
+Socket = Annotated[Path | None, typer.Option(help="Socket of the manager; by default that of the only one there is.")]
+
+
+def find(socket: Path | None) -> Path:
+    """The socket to ask on: ``socket``, or that of the only manager of this user. Exits with a message otherwise.
+
+    One that listens but does not answer counts: a command that forgets or changes things must not go to another one.
+    """
+    if socket is not None:
+        return socket
+    living = [path for path in (default_socket(), *sorted(runtime_dir().glob("e-*.sock"))) if _listens(path)]
+    if not living:
+        _fail("no manager is running; start one with `kvhold serve --dram 4GiB`")
+    if len(living) > 1:
+        _fail("several managers are running; name one of them:" + "".join(f"\n  --socket {path}" for path in living))
+    return living[0]
 
 
 def ask(socket: Path | None, message: wire.ClientMessage, seconds: float = 0.0) -> wire.ManagerMessage:
-    """The answer of the manager on ``socket``, or of the only one found. Exits with a message when there is none.
+    """The answer of the manager that :func:`find` finds. Exits with a message when there is none.
 
     ``seconds`` for what takes a manager longer than a moment.
     """
-    paths = [socket] if socket else [default_socket(), *sorted(runtime_dir().glob("e-*.sock"))]
-    failure = "no manager is running; start one with `kvhold serve --dram 4GiB`"
-    for path in paths:
+    path = find(socket)
+    try:
+        channel = Channel(path, wire.Hello("admin"), _SECONDS)
+    except AttachError as error:
+        _fail(str(error) if str(path) in str(error) else f"what listens on {path} is no manager of this kind: {error}")
+    channel.send(message)
+    answers: list[wire.ManagerMessage] = []
+    end = time.monotonic() + max(seconds, _SECONDS)
+    while not answers and not channel.lost and (left := end - time.monotonic()) > 0:
+        answers = channel.receive(left)
+    if not answers:
+        _fail(f"the manager on {path} did not answer")
+    if isinstance(answers[0], wire.Refused):
+        _fail(f"the manager on {path} refused: {answers[0].reason}")
+    return answers[0]
+
+
+def parse_namespace(text: str) -> bytes:
+    """The namespace that ``--namespace`` names. An empty one is none: it would mean all of them."""
+    try:
+        name = bytes.fromhex(text)
+    except ValueError:
+        name = b""
+    if len(name) != 32:
+        raise typer.BadParameter(
+            f"{text!r} is no namespace; give all 64 hexadecimal digits, as `kvhold status` shows them",
+            param_hint="--namespace",
+        )
+    return name
+
+
+def _listens(path: Path) -> bool:
+    """Whether somebody has the socket, even one too busy to take a connection."""
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
-            channel = Channel(path, wire.Hello("admin"), _SECONDS)
-        except AttachError as error:
-            failure = str(error) if socket or path.is_socket() else failure
-            continue
-        channel.send(message)
-        answers: list[wire.ManagerMessage] = []
-        end = time.monotonic() + max(seconds, _SECONDS)
-        while not answers and not channel.lost and (left := end - time.monotonic()) > 0:
-            answers = channel.receive(left)
-        match answers:
-            case [wire.Refused(reason), *_]:
-                failure = f"the manager on {path} refused: {reason}"
-            case [answer, *_]:
-                return answer
-            case _:
-                failure = f"the manager on {path} did not answer"
-    typer.echo(failure, err=True)
+            probe.connect(str(path))
+        except OSError as error:
+            return error.errno not in _NOBODY
+    return True
+
+
+def _fail(reason: str) -> NoReturn:
+    typer.echo(reason, err=True)
     raise typer.Exit(1)

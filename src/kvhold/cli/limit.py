@@ -1,40 +1,89 @@
 """``kvhold limit``: show or change what a running manager keeps to."""
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from kvhold import protocol as wire
-from kvhold.cli.ask import Socket, ask
+from kvhold.cli.ask import Socket, ask, find, parse_namespace
 from kvhold.units import parse_size
 
 _ALL = 1 << 62
+_COUNTS = ("max_objects", "write_queue")
 
 
 def limit(
     changes: Annotated[list[str] | None, typer.Argument(help="NAME=VALUE, e.g. prepared_share=0.5.")] = None,
-    namespace: Annotated[str, typer.Option(help="In hex as `kvhold status --json` shows it, for the next two.")] = "",
-    floor: Annotated[str, typer.Option(help="DRAM that others cannot take from the namespace.")] = "0",
-    most: Annotated[str, typer.Option("--max", help="DRAM that the namespace may take.")] = "",
+    namespace: Annotated[
+        str | None, typer.Option(help="In hex as `kvhold status` shows it; alone, shows what it has.")
+    ] = None,
+    floor: Annotated[str | None, typer.Option(help="DRAM that others cannot take from the namespace.")] = None,
+    most: Annotated[
+        str | None, typer.Option("--max", help="DRAM that the namespace may take, or `none` for no limit.")
+    ] = None,
     socket: Socket = None,
 ) -> None:
     """Print the limits of a running manager, after changing those that are named. A restart forgets them."""
-    values: dict[str, float] = {}
-    for change in changes or []:
-        name, equals, text = change.partition("=")
-        try:
-            values[name] = float(text) if name.endswith("_share") else float(parse_size(text))
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise typer.BadParameter(f"{change!r} is not NAME=VALUE, e.g. prepared_share=0.5 or write_rate=500MiB")
+    values = dict(_parse_change(change) for change in changes or [])
+    if namespace is None and (floor is not None or most is not None):
+        given = "--max" if floor is None else "--floor"
+        raise typer.BadParameter("is for one namespace; name it with --namespace", param_hint=given)
+    name = None if namespace is None else parse_namespace(namespace)
+    floor_bytes = None if floor is None else _size(floor, "--floor")
+    most_bytes = None if most is None else _ALL if most == "none" else _size(most, "--max")
+
+    socket = find(socket)  # what is read and what is changed then are one manager's
     quotas: dict[bytes, tuple[int, int]] = {}
-    if namespace:
-        try:
-            quotas[bytes.fromhex(namespace)] = parse_size(floor), parse_size(most) if most else _ALL
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+    if name is not None and (floor_bytes is not None or most_bytes is not None):
+        if floor_bytes is None or most_bytes is None:
+            present = _quota(_configure(socket, {}, {}), name)
+            floor_bytes = present["floor"] if floor_bytes is None else floor_bytes
+            if most_bytes is None:
+                most_bytes = _ALL if present["limit"] is None else present["limit"]
+        quotas[name] = floor_bytes, most_bytes
+    document = _configure(socket, values, quotas)
+    if name is not None and not values and not quotas:
+        document = {name.hex(): _quota(document, name)}
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _configure(socket: Path, values: dict[str, float], quotas: dict[bytes, tuple[int, int]]) -> dict[str, Any]:
+    """The limits of the manager, after these changes."""
     answer = ask(socket, wire.Configure(values, quotas))
     assert isinstance(answer, wire.Configured)
-    typer.echo(json.dumps(json.loads(answer.document), indent=2))
+    document: dict[str, Any] = json.loads(answer.document)
+    return document
+
+
+def _quota(document: dict[str, Any], namespace: bytes) -> dict[str, Any]:
+    quota: dict[str, Any] = document["quotas"].get(namespace.hex(), {"floor": 0, "limit": None})
+    return quota
+
+
+def _parse_change(change: str) -> tuple[str, float]:
+    from kvhold.manager.limits import CHANGEABLE
+
+    name, equals, text = change.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{change!r} is not NAME=VALUE, e.g. prepared_share=0.5 or write_rate=500MiB")
+    if name not in CHANGEABLE:
+        raise typer.BadParameter(f"{change}: there is no limit {name!r}; there are: {', '.join(CHANGEABLE)}")
+    try:
+        if name.endswith("_share"):
+            return name, float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{change}: {text!r} is not a share; give a number from 0 to 1, e.g. 0.5") from None
+    if name not in _COUNTS:
+        return name, float(_size(text, None, f"{change}: "))
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{change}: {text!r} is not a count; give a whole number, e.g. 1000000")
+    return name, float(text)
+
+
+def _size(text: str, option: str | None, where: str = "") -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{where}{error}", param_hint=option) from None

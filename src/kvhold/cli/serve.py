@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from kvhold.manager.config import SsdConfig
 
 
-def _size(text: str) -> int:
+def _size(text: str, option: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
-        raise typer.BadParameter(f"{text!r} is not an address; write it like 127.0.0.1:9464")
+        raise typer.BadParameter(f"{text!r} is not an address; write it like 127.0.0.1:9464", param_hint="--http")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -32,7 +32,7 @@ def _ssd(text: str, min_free: int) -> "SsdConfig":
     try:
         return parse_ssd(text, min_free)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error), param_hint="--ssd") from None
 
 
 def serve(
@@ -43,8 +43,12 @@ def serve(
         list[str] | None,
         typer.Option(help="PATH:SIZE of a directory that keeps what DRAM cannot, also across restarts."),
     ] = None,
-    ssd_min_free: Annotated[str, typer.Option(help="Leave so much of its filesystem free.")] = "1GiB",
-    ssd_write_rate: Annotated[str, typer.Option(help="Bytes a second written to each, at most; 0 is no limit.")] = "0",
+    ssd_min_free: Annotated[
+        str | None, typer.Option(help="Leave so much of its filesystem free.", show_default="1GiB")
+    ] = None,
+    ssd_write_rate: Annotated[
+        str | None, typer.Option(help="Bytes a second written to each, at most; 0 is no limit.", show_default="0")
+    ] = None,
     ssd_second_touch: Annotated[
         bool, typer.Option("--ssd-second-touch", help="Write only what was stored or found a second time.")
     ] = False,
@@ -52,15 +56,24 @@ def serve(
 ) -> None:
     """Run a manager in the foreground until SIGTERM or SIGINT."""
     from kvhold.core.limits import Limits
-    from kvhold.manager.config import ManagerConfig
+    from kvhold.manager.config import MIN_FREE, ManagerConfig
     from kvhold.manager.process import run
 
+    for option, given in (
+        ("--ssd-min-free", ssd_min_free is not None),
+        ("--ssd-write-rate", ssd_write_rate is not None),
+        ("--ssd-second-touch", ssd_second_touch),
+    ):
+        if given and not ssd:
+            raise typer.BadParameter("is for SSD directories; name one with --ssd PATH:SIZE", param_hint=option)
+    min_free = MIN_FREE if ssd_min_free is None else _size(ssd_min_free, "--ssd-min-free")
+    write_rate = 0 if ssd_write_rate is None else _size(ssd_write_rate, "--ssd-write-rate")
     config = ManagerConfig(
         socket=(socket or default_socket()).absolute(),
-        dram=_size(dram),
+        dram=_size(dram, "--dram"),
         huge_pages=huge_pages,
         http=_address(http) if http else None,
-        ssd=tuple(_ssd(directory, _size(ssd_min_free)) for directory in ssd or ()),
-        limits=Limits(write_rate=_size(ssd_write_rate), second_touch=ssd_second_touch),
+        ssd=tuple(_ssd(directory, min_free) for directory in ssd or ()),
+        limits=Limits(write_rate=write_rate, second_touch=ssd_second_touch),
     )
     raise typer.Exit(run(config))

@@ -24,7 +24,7 @@ def verify(
     try:
         most = parse_size(rate)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error), param_hint="--rate") from None
     scrub = Scrub(directory, sample, most, live=in_use(directory))
     try:
         for damage in scrub:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kvhold import protocol as wire
-from kvhold.cli.ask import Socket, ask
+from kvhold.cli.ask import Socket, ask, find, parse_namespace
 from kvhold.units import format_size, parse_duration
 
 _DISK_SECONDS = 60.0
@@ -29,9 +29,17 @@ def status(
     typer.echo(f"{kind} {report['version']} on {report['socket']}, up {report['uptime_seconds']:.0f} s")
     typer.echo(f"arena    {format_size(arena['bytes'])}, {format_size(arena['populated'])} populated")
     typer.echo("bytes    " + ", ".join(f"{name} {format_size(size)}" for name, size in accounts.items() if size))
-    typer.echo(f"objects  {report['objects']}, {report['evicted']} evicted so far")
+    only = f", {report['objects_in_logs_only']} of them only on SSD" if report["logs"] else ""
+    typer.echo(f"objects  {report['objects']}{only}; {report['evicted']} evicted so far")
     asked, found = counters.get("keys_asked", 0), counters.get("keys_resident", 0)
     typer.echo(f"queries  {counters.get('queries', 0)}, {found} of {asked} keys were here")
+    for log in report["logs"]:
+        typer.echo(f"ssd      {_ssd(log)}")
+    for space in report["spaces"]:
+        typer.echo(
+            f"space    namespace {space['namespace']} group {space['group']}: {space['objects']} objects of "
+            f"{format_size(space['object_bytes'])}"
+        )
     for session in report["sessions"]:
         state = "" if session["open"] else ", lost: its bytes wait for the end of the process"
         typer.echo(
@@ -39,30 +47,47 @@ def status(
         )
 
 
+def _ssd(log: dict[str, Any]) -> str:
+    """One directory: what it keeps, what waits to be written, and what is wrong with it."""
+    recovery, errors = log["recovery"], log["errors"] | log["rejected"]
+    parts = [
+        f"{log['path']}: {format_size(log['live_bytes'])} of {format_size(log['budget_bytes'])}",
+        f"{recovery.get('records', 0)} records found at the start",
+        f"{log['queued_writes']} writes queued",
+    ]
+    if errors:
+        parts.append("errors: " + " ".join(f"{kind} {count}" for kind, count in sorted(errors.items())))
+    if not log["ready"]:
+        parts.append("index being rebuilt")
+    return ", ".join(parts)
+
+
 def flush(socket: Socket = None) -> None:
     """Write to SSD what a manager has stored, and return when it is there."""
+    socket = find(socket)
     ask(socket, wire.Flush(), _DISK_SECONDS)
-    typer.echo("flushed")
+    typer.echo(f"flushed: the manager on {socket}")
 
 
 def purge(
     socket: Socket = None,
     namespace: Annotated[
-        str, typer.Option(help="Only this namespace, in hex as `kvhold status --json` shows it.")
-    ] = "",
+        str | None, typer.Option(help="Only this namespace, in hex as `kvhold status` shows it.")
+    ] = None,
     older_than: Annotated[
-        str,
+        str | None,
         typer.Option(help="Only what is older, e.g. 7d: on SSD by when its segment was begun, else by its last use."),
-    ] = "",
+    ] = None,
 ) -> None:
-    """Forget what a manager has stored, also after a restart; what is being restored is kept until that ends."""
+    """Forget what a manager has stored, also after a restart; what is being restored is kept until that ends.
+
+    The bytes stay on an SSD until their segment is used again.
+    """
+    name = b"" if namespace is None else parse_namespace(namespace)
     try:
-        name = bytes.fromhex(namespace)
-    except ValueError:
-        raise typer.BadParameter(f"{namespace!r} is not hexadecimal") from None
-    try:
-        older = parse_duration(older_than) if older_than else 0.0
+        older = 0.0 if older_than is None else parse_duration(older_than)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error), param_hint="--older-than") from None
+    socket = find(socket)
     ask(socket, wire.Purge(name, older), _DISK_SECONDS)
-    typer.echo("purged")
+    typer.echo(f"purged: the manager on {socket}")

@@ -21,14 +21,18 @@ _DRAIN_SHARE = 8
 
 
 class Namespace:
-    """``used`` are the slot bytes of everything under this name, granted credits included."""
+    """``used`` are the slot bytes of everything under this name, granted credits included.
 
-    __slots__ = ("indexes", "name", "quota", "used")
+    ``wanting`` counts the open spaces that want credits.
+    """
+
+    __slots__ = ("indexes", "name", "quota", "used", "wanting")
 
     def __init__(self, name: bytes, quota: Quota) -> None:
         self.name = name
         self.quota = quota
         self.used = 0
+        self.wanting = 0
         self.indexes: dict[int, Index] = {}
 
 
@@ -206,6 +210,7 @@ class Catalogue(Rows):
         self.owner[row] = index.id
         self.size[row] = index.size
         self.place[row] = place
+        self.logged[row] = 1
         self.cold += 1
         self._list(row, index, key)
         self.recency.append(row, self._cold)
@@ -368,6 +373,7 @@ class Catalogue(Rows):
         """A leased row's record is in a log, unless the object was removed meanwhile; the write lets it go."""
         if self.state[row] == State.LEASED and not self.place[row]:
             self.place[row] = place
+            self.logged[row] = 1
             log, segment, _ = unpack(place)
             self.logs[log].segments[segment].live += HEADER + self.size[row]
         self.release([row])

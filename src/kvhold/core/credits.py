@@ -46,6 +46,7 @@ class Credits:
             note = f"one object has {size} bytes, more than the whole arena of {self._common.capacity}"
         space = attachment.spaces[event.space] = Space(index, 0 if note else event.slots)
         self._spaces += space.want > 0
+        index.namespace.wanting += space.want > 0
         opened = ev.Opened(event.session, event.space, self.target(space), note)
         return [opened, *self.share()]
 
@@ -60,6 +61,7 @@ class Credits:
 
     def _unwant(self, space: Space) -> None:
         self._spaces -= space.want > 0
+        space.index.namespace.wanting -= space.want > 0
         space.want = 0
 
     def _drop_if_closed(self, attachment: Attachment, number: int) -> None:
@@ -96,7 +98,7 @@ class Credits:
         part, owner = self._common.limits.credit_share, space.index.namespace
         share = int(part * self._common.capacity) // max(2, self._spaces)
         # Of a namespace's quota no more than of the arena, or its credits would push out what it has stored.
-        share = min(share, int(part * owner.quota.limit) // max(1, len(owner.indexes)))
+        share = min(share, int(part * owner.quota.limit) // max(1, owner.wanting))
         return min(space.want, max(1, share // space.index.size))
 
     def share(self) -> list[Effect]:

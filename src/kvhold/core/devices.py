@@ -50,11 +50,15 @@ class Device:
     reclaiming: bool = False
     full_until: int = 0
     rewrite: float = 0.0  # bytes that may be written again
-    next_write: int = 0  # not before then
+    paused_until: int = 0  # not written before then
+    wrote_at: int = 0  # when the last write was begun
+    wrote: int = 0  # its bytes
+    fresh: bool = False  # the segment that is being begun may never have been had
     read_errors: int = 0
     write_errors: int = 0
     reads_again: int = 0  # not read before then
     reads: Timer[Io] = field(default_factory=Timer)
+    lost: set[tuple[bytes, int, bytes]] = field(default_factory=set)  # names, as long as records are recovered
     purged: list[tuple[bytes, int]] = field(default_factory=list)  # (namespace, up to seq) while records are recovered
 
 

@@ -7,11 +7,20 @@ from kvhold.core.segments import unpack
 from kvhold.core.story import Kind, fingerprint
 
 _REASONS = list(ev.Reason)
+LATEST = 20
+"""Misses that are told when nothing is asked for."""
 
 
 def explain(common: Common, event: ev.Explain) -> Work:
     """Sliced by index and by operation: an operator's question must not hold up an engine's."""
     lines: list[str] = []
+    if not event.key and not event.op:
+        lines += [
+            f"{(common.now - when) / 1e9:12.6f} s ago  operation {op} of session {actor} {_told(kind, actor, a, b)}"
+            for when, kind, op, actor, a, b in common.story.latest(Kind.MISSED, LATEST)
+        ]
+        yield [ev.Explained(event.session, tuple(lines) or ("nothing missed lately",))]
+        return
     subject = fingerprint(event.key) if event.key else event.op
     for when, kind, actor, a, b in common.story.about(subject, operation=not event.key):
         lines.append(f"{(common.now - when) / 1e9:12.6f} s ago  {_told(kind, actor, a, b)}")
@@ -22,7 +31,7 @@ def explain(common: Common, event: ev.Explain) -> Work:
             if row is not None:
                 lines += _object(common, row)
                 yield []
-                lines += _holders(common, row)
+                yield from _holders(common, row, lines)
             yield []
     else:
         for attachment in common.attachments.values():
@@ -48,13 +57,14 @@ def _object(common: Common, row: int) -> list[str]:
     return lines
 
 
-def _holders(common: Common, row: int) -> list[str]:
-    return [
-        f"     held by operation {operation.id} of instance {attachment.instance} ({operation.phase.name.lower()})"
-        for attachment in common.attachments.values()
-        for operation in attachment.operations.values()
-        if any(row in part.leased for part in operation.parts)
-    ]
+def _holders(common: Common, row: int, lines: list[str]) -> Work:
+    """Adds to ``lines``, an operation at a time: each may have many thousand rows."""
+    for attachment in list(common.attachments.values()):
+        for operation in list(attachment.operations.values()):
+            if any(row in part.leased for part in operation.parts):
+                held = f"operation {operation.id} of instance {attachment.instance} ({operation.phase.name.lower()})"
+                lines.append(f"     held by {held}")
+            yield []
 
 
 def _told(kind: Kind, actor: int, a: int, b: int) -> str:

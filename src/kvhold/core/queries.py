@@ -16,6 +16,8 @@ from kvhold.core.storage import Storage
 from kvhold.core.story import Kind, fingerprint
 
 _REASONS = list(Reason)
+_DUE = 4
+"""Operations that end by one tick: an answer may be long."""
 
 
 class Queries:
@@ -337,15 +339,21 @@ class Queries:
         return self._conclude(operation, reason)
 
     def _arrived(self, rows: Sequence[tuple[int, bool]]) -> list[Effect]:
-        effects: list[Effect] = []
+        ready: list[Operation] = []
         for row, good in rows:
             for operation, times in self._waiters.pop(row, {}).items():
                 operation.missing -= times
                 if not good:
                     operation.spoiled.add(row)
                 if not operation.missing and operation.phase is Phase.WAITING:
-                    effects += self._conclude(operation, operation.reason)
-        return effects
+                    ready.append(operation)
+        return self._common.start(self._conclude_all(ready)) if ready else []
+
+    def _conclude_all(self, operations: list[Operation]) -> Work:
+        """One a slice: an answer may be long."""
+        for operation in operations:
+            if operation.phase is Phase.WAITING and not operation.missing:
+                yield self._conclude(operation, operation.reason)
 
     def _conclude(self, operation: Operation, reason: Reason) -> list[Effect]:
         """Answer with what is there now, and let go of the rest."""
@@ -454,10 +462,10 @@ class Queries:
                 yield self.storage.forget(names) if names else []
 
     def tick(self) -> list[Effect]:
-        """What its time has come for: at most a batch of it."""
+        """What its time has come for, as far as that is not much; the next deadline is in the past, if it is more."""
         limits, now = self._common.limits, self._common.now
         effects: list[Effect] = []
-        for _ in range(ev.MAX_BATCH):
+        for _ in range(_DUE):
             if operation := self._answers.overdue(now - limits.answer_ns):
                 effects += self._conclude(operation, operation.reason)
             elif operation := self._leases.overdue(now - limits.lease_ns):

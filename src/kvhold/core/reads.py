@@ -7,7 +7,7 @@ from kvhold.core.common import Common
 from kvhold.core.devices import ERRORS, Devices, Io
 from kvhold.core.events import Effect
 from kvhold.core.rows import State
-from kvhold.core.segments import Log, Segment, unpack
+from kvhold.core.segments import HEADER, Log, Segment, unpack
 from kvhold.core.story import Kind, fingerprint
 
 READ_BATCH = 8 << 20
@@ -116,8 +116,8 @@ class Reads:
         if row in self.queued and self._common.catalogue.state[row] == State.LOADING:
             self._common.catalogue.segment_of(row)[1].readers -= 1
 
-    def done(self, io: Io, failed: set[int]) -> tuple[list[Effect], list[Name]]:
-        """What follows from a read, and the names of objects that are lost."""
+    def done(self, io: Io, failed: set[int], kept: bool) -> tuple[list[Effect], list[Name]]:
+        """What follows from a read, and the names of objects that are lost. What failed may be ``kept`` in the log."""
         catalogue, device, counters = self._common.catalogue, io.device, self._common.counters
         assert io.segment is not None
         device.reads.end(io)
@@ -141,6 +141,10 @@ class Reads:
                     self.read(row)
             else:
                 counters["read_failed"] += 1
+                if kept and not doomed:
+                    self._keep(row)
+                    arrived.append((row, False))
+                    continue
                 if not doomed:
                     index = catalogue.indexes[catalogue.owner[row]]
                     lost.append((index.namespace.name, index.group, catalogue.key[row]))
@@ -152,3 +156,16 @@ class Reads:
             if device.read_errors >= ERRORS:
                 device.reads_again = self._common.now + self._common.limits.retry_ns
         return self._arrived(arrived), lost
+
+    def _keep(self, row: int) -> None:
+        """A record could not be looked at: what waited for it is answered, and it is as it was before."""
+        catalogue = self._common.catalogue
+        index, key, place = catalogue.indexes[catalogue.owner[row]], catalogue.key[row], catalogue.place[row]
+        catalogue.note(Kind.NOT_LOADED, row)
+        index.users += 1  # it must outlive its only object
+        catalogue.spoiled(row)
+        again = catalogue.recover(index, key, place)
+        index.users -= 1
+        _, segment, _ = catalogue.segment_of(again)
+        segment.live += HEADER + index.size
+        segment.rows.append(again)

@@ -48,6 +48,7 @@ class Rows:
     def __init__(self) -> None:
         self.bytes = [0] * (State.HEAD + 1)
         self.state = bytearray()
+        self.logged = bytearray()  # whether the object was in a log since it was stored
         self.leases: list[int] = []  # small integers are shared: no objects of their own, and faster than an array
         self.epoch = array("Q")  # of the slot's present use; never given twice
         self.offset = array("Q")
@@ -66,6 +67,7 @@ class Rows:
             return self.spare.pop()
         row = len(self.state)
         self.state.append(State.FREE)
+        self.logged.append(0)
         for column in (self.leases, self.epoch, self.offset, self.owner, self.size, self.stamp, self.place):
             column.append(0)
         self.older.append(-1)
@@ -76,6 +78,7 @@ class Rows:
     def drop(self, row: int) -> None:
         """The row is FREE: its slot is given back, it is in no list and in no index."""
         self.state[row] = State.FREE
+        self.logged[row] = 0
         self.spare.append(row)
 
     def move(self, row: int, state: int) -> None:

@@ -75,6 +75,8 @@ class Storage:
         index: Index | None = None
         purged = False
         for namespace, group, key, shards, at in event.records:
+            if not key or (namespace, group, key) in device.lost:
+                continue
             if (namespace, group, len(key), shards) != geometry:
                 geometry = namespace, group, len(key), shards
                 size = align(sum(map(align, shards)))
@@ -109,11 +111,15 @@ class Storage:
         device = self.devices[event.log]
         device.ready = True
         device.purged.clear()
+        device.lost.clear()
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def forget(self, names: Sequence[tuple[bytes, int, bytes]]) -> list[Effect]:
         """Make the loss of some objects outlast the manager."""
+        for device in self.devices.values():
+            if not device.ready:
+                device.lost.update(names)
         return [self._forget(device, device.log.position, names, None) for device in self.devices.values()]
 
     def purge(self, namespace: bytes, positions: dict[int, tuple[int, int]]) -> list[Effect]:
@@ -182,8 +188,8 @@ class Storage:
         failed = set(event.failed)
         match io.kind:
             case "read":
-                effects, lost = self.reads.done(io, failed)
-                return effects + (self.forget(lost) if lost else [])
+                effects, lost = self.reads.done(io, failed, event.kept)
+                return effects + ([self._forget(io.device, io.device.log.position, lost, None)] if lost else [])
             case "write":
                 self.writes.written(io, failed)
             case "reuse":
@@ -215,5 +221,5 @@ class Storage:
     @property
     def next_deadline(self) -> int | None:
         """When :meth:`pump` may be able to do more than now, for want of nothing but time."""
-        waiting = [d.next_write for d in self.devices.values() if d.queue and not d.writing and d.ready]
+        waiting = [self.writes.not_before(d) for d in self.devices.values() if d.queue and not d.writing and d.ready]
         return min((at for at in waiting if at > self._common.now), default=None)

@@ -65,6 +65,17 @@ class Story:
         self._a[at] = a
         self._b[at] = b
 
+    def latest(self, kind: Kind, count: int) -> list[tuple[int, Kind, int, int, int, int]]:
+        """(when, kind, subject, actor, a, b) of the last ``count`` entries of a kind, the oldest first."""
+        found: list[tuple[int, Kind, int, int, int, int]] = []
+        for number in range(self._next - 1, max(0, self._next - self._entries) - 1, -1):
+            at = number % self._entries
+            if self._what[at] & 0xFF == kind:
+                found.append((self._when[at], kind, self._subject[at], self._what[at] >> 8, self._a[at], self._b[at]))
+                if len(found) == count:
+                    break
+        return found[::-1]
+
     def about(self, subject: int, operation: bool) -> Iterator[tuple[int, Kind, int, int, int]]:
         """(when, kind, actor, a, b) of what is remembered about an operation or else an object, the oldest first."""
         for number in range(max(0, self._next - self._entries), self._next):

@@ -46,8 +46,18 @@ class Writes:
         device = self._devices.devices[number]
         if len(device.queue) >= limits.write_queue:
             counters["write_dropped_queue"] += 1
-            return
-        self._queue(device, row, parent, depth)
+        elif catalogue.logged[row]:
+            self._again(device, row, parent, depth)
+        else:
+            self._queue(device, row, parent, depth)
+
+    def _again(self, device: Device, row: int, parent: bytes, depth: int) -> None:
+        """Write once more what was in the log already, as far as there is a budget for that."""
+        size = HEADER + self._common.catalogue.size[row]
+        if device.rewrite >= size:
+            device.rewrite -= size
+            self._queue(device, row, parent, depth, again=True)
+            self._common.counters["rewritten"] += 1
 
     def _queue(self, device: Device, row: int, parent: bytes, depth: int, again: bool = False) -> None:
         device.queued += 1
@@ -63,9 +73,14 @@ class Writes:
             if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.place[row]:
                 self.write(row, catalogue.key[rows[depth - 1]] if depth else b"", depth)
 
+    def not_before(self, device: Device) -> int:
+        """When a log may be written: after errors not for a while, and else as the rate allows that holds now."""
+        rate = self._common.limits.write_rate
+        return max(device.paused_until, device.wrote_at + device.wrote * 1_000_000_000 // rate if rate else 0)
+
     def pump(self, device: Device) -> list[Effect]:
         common, log = self._common, device.log
-        if not device.ready or device.writing or not device.queue or common.now < device.next_write:
+        if not device.ready or device.writing or not device.queue or common.now < self.not_before(device):
             return []
         effects: list[Effect] = []
         while device.queue:
@@ -93,9 +108,14 @@ class Writes:
         common, catalogue, log = self._common, self._common.catalogue, device.log
         batch = Io(0, device, segment, kind="write")
         there = set[int]()  # an object that was stored twice is in the queue twice
-        # They are leased meanwhile.
-        most = min(common.limits.write_batch, common.arena.total // _SHARE - self.bytes)
+        # They are leased meanwhile; and a disk that hangs must not take the others' part.
+        most = min(common.limits.write_batch, common.arena.total // _SHARE // len(self._devices.devices))
+        looked = 0
         while device.queue and batch.bytes < most and len(batch.rows) < ev.MAX_BATCH:
+            looked += 1
+            if looked > 4 * ev.MAX_BATCH:  # most of what waited is gone
+                common.work.append(iter([[]]))  # and the rest is looked at in the next slice
+                break
             dirty = device.queue[0]
             row = dirty.row
             alive = catalogue.epoch[row] == dirty.epoch and State.RESIDENT <= catalogue.state[row] <= State.LEASED
@@ -127,9 +147,7 @@ class Writes:
         device.writing = True
         self.rows.update(batch.rows)
         self.bytes += batch.bytes
-        if common.limits.write_rate:
-            pause = batch.bytes * 1_000_000_000 // common.limits.write_rate
-            device.next_write = max(common.now, device.next_write) + pause
+        device.wrote_at, device.wrote = common.now, batch.bytes
         objects = tuple(
             self._devices.stored(row, at, dirty.parent, dirty.depth)
             for row, at, dirty in zip(batch.rows, batch.places, batch.dirty, strict=True)
@@ -143,9 +161,11 @@ class Writes:
         log = device.log
         if device.reclaiming:
             return []  # its segment is the next one
+        device.fresh = False
         if log.free:
             return [self._erase(device, log.begin(log.free.popleft(), self._common.now))]
         if log.fresh and (self._common.now >= device.full_until or not log.sealed):
+            device.fresh = True
             return [self._erase(device, log.begin(log.fresh.popleft(), self._common.now))]
         segment = log.to_reclaim()
         if segment is None:
@@ -175,10 +195,7 @@ class Writes:
                     catalogue.remove(row)
                 else:
                     catalogue.leave_log(row)
-                    if device.rewrite >= HEADER + catalogue.size[row]:
-                        device.rewrite -= HEADER + catalogue.size[row]
-                        self._queue(device, row, b"", 0, again=True)
-                        self._common.counters["rewritten"] += 1
+                    self._again(device, row, b"", 0)
             yield []
         device.reclaiming = False
         log.retire(segment)
@@ -226,6 +243,9 @@ class Writes:
             io.device.full_until = self._common.now + self._common.limits.retry_ns
             log.retire(segment, failed=True)
             self._write_error(io.device)
+            if not io.device.fresh:
+                # It was there before: this is not for want of room, and giving up further ones would not help.
+                io.device.paused_until = self._common.now + self._common.limits.retry_ns
         else:
             io.device.write_errors = 0
             log.next = segment
@@ -233,4 +253,4 @@ class Writes:
     def _write_error(self, device: Device) -> None:
         device.write_errors += 1
         if device.write_errors >= ERRORS:
-            device.next_write = self._common.now + self._common.limits.retry_ns
+            device.paused_until = self._common.now + self._common.limits.retry_ns

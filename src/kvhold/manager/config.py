@@ -4,10 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhold.core.limits import Limits
-from kvhold.units import parse_size
+from kvhold.units import format_size, parse_size
 
 MIN_FREE = 1 << 30
 """What stays free on an SSD's filesystem, unless told otherwise."""
+
+
+LEAST_SSD = 4 << 20
+"""Below it an SSD's budget is for segments too small to be of use."""
 
 
 class ConfigError(Exception):
@@ -45,4 +49,12 @@ def parse_ssd(text: str, min_free: int) -> SsdConfig:
     path, colon, size = text.rpartition(":")
     if not colon or not path:
         raise ValueError(f"{text!r} is not PATH:SIZE, e.g. /var/cache/kvhold:500GiB")
-    return SsdConfig(Path(path).absolute(), parse_size(size), min_free)
+    if not Path(path).is_absolute():
+        raise ValueError(f"ssd: {path!r} is not an absolute path; write it like /var/cache/kvhold:500GiB")
+    try:
+        budget = parse_size(size)
+    except ValueError as error:
+        raise ValueError(f"ssd: {text!r}: {error}") from None
+    if budget < LEAST_SSD:
+        raise ValueError(f"ssd: {format_size(budget)} for {path} is too small; give at least {format_size(LEAST_SSD)}")
+    return SsdConfig(Path(path), budget, min_free)

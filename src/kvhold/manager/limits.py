@@ -27,10 +27,10 @@ def change_limits(limits: Limits, values: Mapping[str, float], quotas: Mapping[b
         if name not in CHANGEABLE:
             raise wire.ProtocolError(f"unknown limit {name!r} (value {value:g}); use one of: {', '.join(CHANGEABLE)}")
         share = name.endswith("_share")
-        if not 0 <= value <= (1 if share else 1 << 50):
-            raise wire.ProtocolError(
-                f"limit {name} cannot be {value:g}; give {'a share from 0 to 1' if share else '0 or more'}"
-            )
+        least = 1 if name == "max_objects" else 0
+        if not least <= value <= (1 if share else 1 << 50):
+            wanted = "a share from 0 to 1" if share else f"{least} or more, up to {1 << 50}"
+            raise wire.ProtocolError(f"limit {name}={value:.15g} cannot be; give {wanted}")
         changes[name] = value if share else int(value)
     for namespace, (floor, limit) in quotas.items():
         if not 0 <= floor <= limit:
@@ -42,6 +42,10 @@ def change_limits(limits: Limits, values: Mapping[str, float], quotas: Mapping[b
 
 
 def limits_document(limits: Limits) -> dict[str, Any]:
-    """Plain data."""
-    quotas = {name.hex(): {"floor": quota.floor, "limit": quota.limit} for name, quota in limits.quotas.items()}
+    """Plain data; a namespace without a limit has None for it."""
+    none = Quota().limit
+    quotas = {
+        name.hex(): {"floor": quota.floor, "limit": None if quota.limit >= none else quota.limit}
+        for name, quota in limits.quotas.items()
+    }
     return {**{name: getattr(limits, name) for name in CHANGEABLE}, "quotas": quotas}

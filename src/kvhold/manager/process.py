@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 
 from kvhold import __version__
-from kvhold.manager.config import ConfigError, ManagerConfig, SocketTaken
+from kvhold.manager.config import ConfigError, ManagerConfig, SocketTaken, SsdConfig
 from kvhold.manager.listener import Listener, sweep
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.server import Server
@@ -41,7 +41,8 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
     if config.starter_fd is not None:
         sweep(config.socket.parent)
     memory = ArenaMemory(config.dram, config.huge_pages)
-    stores = []
+    stores: list[SsdStore] = []
+    opened: list[SsdConfig] = []
     for index, ssd in enumerate(config.ssd):
         if ssd.path.resolve() in [other.path.resolve() for other in config.ssd[:index]]:
             raise ConfigError(f"ssd: {ssd.path} is given twice; name each directory once, with its whole size")
@@ -50,7 +51,9 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         except ConfigError as error:
             if config.starter_fd is None:
                 raise
-            log.error("%s; this engine's manager runs without it", error)
+            log.error("%s. This engine's manager runs without the directory: nothing is kept on SSD", error)
+        else:
+            opened.append(ssd)
     server = Server(config, listener, memory, stores)
     address = ""
     if config.http is not None:
@@ -67,7 +70,7 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         format_size(memory.bytes),
         " (huge pages)" if config.huge_pages else "",
         format_size(memory.page),
-        "".join(f", {format_size(ssd.size)} of {ssd.path}" for ssd in config.ssd),
+        "".join(f", {format_size(ssd.size)} of {ssd.path}" for ssd in opened),
         f", {address}" if address else "",
     )
     gc.freeze()

@@ -34,7 +34,7 @@ class SsdStore:
 
     def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
         opened = self._log
-        self._executor = Executor(opened, self._arena, lambda io, failed: tell(ev.Done(io, failed)))
+        self._executor = Executor(opened, self._arena, lambda io, failed, kept: tell(ev.Done(io, failed, kept)))
         tell(ev.LogOpened(log, len(opened.numbers), opened.segment_bytes, opened.newest_seq))
         threading.Thread(target=self._recover, args=(log, tell), name="kvhold-ssd-recover", daemon=True).start()
 

@@ -5,6 +5,8 @@ from kvhold.core import events as ev
 
 MAX_KEY_BYTES = 64
 MAX_PARTS = 64
+MAX_NUMBER = 1 << 32
+"""Groups and depths are below it: it is what a record on an SSD has room for."""
 
 
 def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
@@ -34,8 +36,9 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
             _check_count(len(ops))
             return ev.Release(session, ops)
         case wire.Commit(space, parent, depth, keys, rows, epochs, shards):
-            _check_numbers(depth)
             _check_batch(rows, epochs)
+            if not 0 <= depth <= MAX_NUMBER - len(rows) // 4 or len(parent) > MAX_KEY_BYTES:
+                raise wire.ProtocolError(f"commit at depth {depth} after a key of {len(parent)} bytes")
             if not rows or len(keys) % (len(rows) // 4):
                 raise wire.ProtocolError("commit whose keys do not fit its rows")
             return ev.Commit(session, space, parent, depth, keys, rows, epochs, shards)
@@ -45,11 +48,12 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
         case wire.Open(space, namespace, group, key_bytes, shards, slots):
             if (
                 len(namespace) != 32
+                or not 0 <= group < MAX_NUMBER
                 or not 0 < key_bytes <= MAX_KEY_BYTES
                 or slots < 0
                 or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
             ):
-                raise wire.ProtocolError("space without a proper namespace, key length or shards")
+                raise wire.ProtocolError("space without a proper namespace, group, key length or shards")
             return ev.Open(session, space, namespace, group, key_bytes, shards, slots)
         case wire.Close(space):
             return ev.Close(session, space)

@@ -416,3 +416,12 @@ class TestExplain:
     def test_nothing_is_known_of_what_never_was(self):
         world, _, _ = stored(1)
         assert self.explain(world, op=99) == "nothing is known or remembered of it"
+
+
+def test_credits_leave_a_namespace_room_to_keep_what_it_stores():
+    """A quota is for objects: its namespace's granted slots are a part of it, not all."""
+    world = World(pages=16, limits=Limits(quotas={NAMESPACE: Quota(limit=16 * SLOT)}))
+    engine = world.engine()
+    engine.store(chain(12))
+    assert len(engine.slots[0]) <= 4
+    assert engine.query(chain(12)).resident >= 8

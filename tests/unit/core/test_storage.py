@@ -641,3 +641,50 @@ class TestFlush:
         world.settle(ev.Purge())
         told = world.finish()
         assert ev.Flushed(99, True) in told
+
+
+def test_what_could_not_be_looked_at_is_a_miss_and_stays():
+    """A disk that was not there for a moment says nothing about its records."""
+    world, engine, keys = logged()
+    world.settle(engine.query_event(keys, op=1))
+    io = world.flying(Read)[0].io
+    told = world.settle(ev.Done(world.disk.finish(io, range(4)).io, (0, 1, 2, 3), kept=True))
+    assert [(answer.resident, answer.reason) for answer in answers(told)] == [(0, Reason.READ_FAILED)]
+    assert not [effect for effect in told if isinstance(effect, Forget)]
+    assert [state_of(world, key) for key in keys] == [State.COLD] * 4
+    world.settle(engine.query_event(keys, op=3))
+    assert [answer.resident for answer in answers(world.finish())] == [4]
+
+
+def test_what_one_log_lost_is_forgotten_there_alone():
+    world = World()
+    world.open_log(chain(2), log=0)
+    world.open_log(log=1)
+    engine = world.engine(slots=2)
+    world.settle(engine.query_event(chain(2), op=1))
+    told = world.complete(Read, failing=(0,))
+    assert [effect.log for effect in told if isinstance(effect, Forget)] == [0]
+
+
+def test_a_rate_that_is_corrected_holds_at_once():
+    world, engine = writing(limits=Limits(write_rate=1))
+    engine.commit(chain(1))
+    world.complete(Reuse)
+    world.complete(Write)
+    engine.commit(chain(1, "b"))
+    assert not world.flying(Write)
+    world.handle(ev.Configure(Limits()))
+    assert len(world.flying(Write)) == 1
+
+
+def test_finding_what_was_given_up_again_and_again_writes_little_of_it():
+    """A log that is smaller than DRAM: questions alone must not keep its disk busy for ever."""
+    world, engine = writing(segments=3, segment_bytes=SMALL, limits=Limits(second_touch=True), pages=16)
+    keys = chain(20)
+    engine.store(keys)
+    for op in range(1, 60):
+        engine.query(keys, op=op)
+        engine.release(op)
+        world.finish()
+    written = sum(len(effect.objects) for effect in world.told if isinstance(effect, Write))
+    assert written <= 2 * len(keys)

@@ -8,6 +8,7 @@ import pytest
 from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items
 
 from kvhold.core.segments import BLOCK
+from kvhold.tiers.ssd import directory
 from kvhold.tiers.ssd import files as layer
 from kvhold.tiers.ssd.directory import (
     open_for_reading,
@@ -18,6 +19,7 @@ from kvhold.tiers.ssd.directory import (
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.tiers.ssd.format import Flaw, SegmentHead, checksum
 from kvhold.tiers.ssd.survey import DirectoryError, segment_name
+from kvhold.units import format_size
 
 SEGMENT = 128 << 10
 
@@ -248,6 +250,82 @@ def test_numbers_of_lives_are_not_used_again() -> None:
     assert not driver.store(items("later"))
     driver.close()
     assert Driver(files.after_kill()).recover().keys == {b"later"}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EACCES, 0])
+def test_a_segment_that_cannot_be_read_at_one_start_brings_nothing_back(code: int) -> None:
+    """What hides its records is kept until its header says that nothing so old is there."""
+    files = filled(4)
+    driver = Driver(files)
+    assert driver.forget(namespace=b"")
+    for index in range(1, 4):
+        assert driver.begin(index)
+        assert not driver.store(items(f"new{index}"))
+    driver.close()
+    files = files.after_kill()
+    name = segment_name(0)
+    if code:
+        files.fault = lambda called, which: code if called == "open" and which == name else 0
+    else:
+        files.files[name].now[40] ^= 1
+    log = open_log(ROOT, budget(4), files=files)
+    assert isinstance(log.heads[0], Flaw)
+    assert len(log.tombstones) == 1
+    log.close()
+    files.fault = lambda called, which: 0
+    if not code:
+        files.files[name].now[40] ^= 1
+    driver = Driver(files.after_kill())
+    assert driver.recover().keys == {b"new1", b"new2", b"new3"}
+    assert driver.begin(0)
+    driver.close()
+    log = open_log(ROOT, budget(4), files=files.after_kill())
+    assert len(log.tombstones) == 0
+    log.close()
+
+
+def test_a_smaller_budget_bounds_the_tombstones_too() -> None:
+    files = FakeFiles()
+    large = 8 << 20
+    driver = Driver(files, large)
+    assert driver.begin(0)
+    for index in range(7):
+        assert driver.forget(*(Item(b"%d %d" % (index, key)) for key in range(33)))
+    assert not driver.store(items("later"))
+    driver.close()
+    assert len(files.files["kvhold.tombstones"].now) > reserve_bytes(budget(4)) // 2
+    driver = Driver(files.after_kill())
+    assert len(files.files["kvhold.tombstones"].now) <= driver.log.tombstones.limit <= reserve_bytes(budget(4)) // 2
+    assert driver.recover().keys == {b"later"}
+    driver.close()
+
+
+def test_a_log_has_no_more_segments_than_can_be_numbered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert directory.MAX_SEGMENTS == 1 << 20
+    monkeypatch.setattr(directory, "MAX_SEGMENTS", 6)
+    log = open_log(ROOT, budget(6), min_free=0, segment_bytes=SEGMENT, files=(files := FakeFiles()))
+    log.close()
+    assert not caplog.text
+    log = open_log(ROOT, budget(9), min_free=0, files=files)
+    assert len(log.numbers) == 6
+    assert "more than 6 segments of 128KiB, the most that a log has: the rest is not used" in caplog.text
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 64 << 10, 100 << 10, (320 << 10) - 1])
+def test_any_budget_that_is_too_small_says_the_least(size: int) -> None:
+    assert segment_size(size) == 64 << 10
+    with pytest.raises(DirectoryError, match=r"is too small for segments of 64KiB; give at least 320KiB"):
+        open_log(ROOT, size, files=FakeFiles())
+
+
+@pytest.mark.parametrize("size", [64 << 10, 1 << 20, 5 << 20, 64 << 20, 256 << 20, 1 << 30])
+def test_the_least_budget_is_enough(size: int) -> None:
+    least = directory.least_budget(size)
+    with pytest.raises(DirectoryError, match=f"give at least {format_size(least)}"):
+        open_log(ROOT, least - 4 * BLOCK, segment_bytes=size, files=FakeFiles())
+    assert len(open_log(ROOT, least, segment_bytes=size, files=FakeFiles()).numbers) == 4
 
 
 def test_heads_say_what_was_there() -> None:

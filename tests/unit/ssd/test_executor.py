@@ -5,13 +5,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-from ssd_fakes import Driver, FakeFiles, Item, items
+from ssd_fakes import Driver, FakeFiles, Item, Recovered, items
 
 from kvhold.core.events import Cancel, Read, Seal, Stored, Write
 from kvhold.core.segments import BLOCK, HEADER
 from kvhold.tiers.ssd import executor as executor_module
+from kvhold.tiers.ssd.directory import open_log
 from kvhold.tiers.ssd.survey import segment_name
 
 SHARDS = (BLOCK, 2 * BLOCK)
@@ -80,10 +83,32 @@ def test_more_records_than_one_call_takes() -> None:
     driver.close()
 
 
-def test_an_object_without_bytes(driver: Driver) -> None:
-    assert not driver.store([Item(b"empty", shards=(0,)), Item(b"a"), Item(b"none", shards=())])
-    for record in driver.recover():
-        assert driver.read(record) == Item(record[2], shards=record[3]).payload
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group": -1},
+        {"group": 1 << 32},
+        {"depth": -1},
+        {"depth": 1 << 32},
+        {"key": b""},
+        {"key": b"k" * 65},
+        {"parent": b"p" * 65},
+        {"namespace": b"n" * 31},
+        {"shards": ()},
+        {"shards": (BLOCK, 0)},
+        {"shards": (BLOCK + 1,)},
+        {"shards": (BLOCK,) * 129},
+        {"shards": ((1 << 40) + BLOCK,)},
+    ],
+)
+def test_what_no_record_can_hold_fails_and_what_was_before_it_does_not(driver: Driver, wrong: dict[str, Any]) -> None:
+    """Of the objects after it, none would follow the last good one: they fail, too, and may be asked for again."""
+    one, two, three = driver.placed(items("a", "b", "c"))
+    assert driver.do(Write(driver.io(), 0, 0, 1, (one, replace(two, **wrong), three))) == (1, 2)
+    driver.end = two.at
+    assert not driver.store(items("d"))
+    assert [record[2] for record in driver.recover()] == [b"a", b"d"]
+    assert driver.executor.counters().errors == {"Refused": 1}
 
 
 def test_identity_must_match(driver: Driver) -> None:
@@ -258,6 +283,84 @@ def test_one_bad_sector_does_not_cost_the_neighbours(driver: Driver) -> None:
     assert driver.executor.counters().errors == {"EIO": 2}
 
 
+KEPT = [errno.ENOENT, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EROFS, errno.ENOMEM]
+
+
+@pytest.mark.parametrize("code", [*KEPT, errno.EIO, errno.ENODATA])
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_what_could_not_be_looked_at_is_kept(driver: Driver, operation: str, code: int) -> None:
+    objects = wanted(driver.placed(items("a", "b")))
+    assert not driver.store(items("a", "b"))
+    driver.files.fault = lambda called, name: code if called == operation else 0
+    io = driver.io()
+    assert driver.do(Read(io, 0, 0, 1, objects)) == (0, 1)
+    assert driver.kept[io] == (code in KEPT)
+    driver.files.fault = lambda called, name: 0
+    io = driver.io()
+    assert not driver.do(Read(io, 0, 0, 1, objects))
+    assert not driver.kept[io]
+
+
+def test_only_a_read_of_which_nothing_is_damaged_is_kept(driver: Driver) -> None:
+    objects = wanted(driver.placed(items("a", "b")))
+    assert not driver.store(items("a", "b"))
+    original = driver.files.preadv
+    bad = [0]
+
+    def preadv(handle: int, buffers: list[memoryview], offset: int) -> int:
+        if sum(map(len, buffers)) > RECORD or offset == HEADER:
+            raise OSError(errno.ENOMEM, "no memory")
+        done = original(handle, buffers, offset)
+        buffers[1][0] ^= bad[0]
+        return done
+
+    driver.files.preadv = preadv  # type: ignore[method-assign,assignment]
+    io = driver.io()
+    assert driver.do(Read(io, 0, 0, 1, objects)) == (0,)
+    assert driver.kept[io]
+    bad[0] = 1
+    io = driver.io()
+    assert driver.do(Read(io, 0, 0, 1, objects)) == (0, 1)
+    assert not driver.kept[io]
+    assert driver.do(Read(io := driver.io(), 0, 0, 1, (replace(objects[1], key=b"x"),))) == (0,)
+    assert not driver.kept[io]
+    assert driver.do(Write(io := driver.io(), 0, 1, 1, objects)) == (0, 1)
+    assert not driver.kept[io]
+
+
+def test_reads_open_nothing_for_writing(driver: Driver) -> None:
+    assert not driver.store(items("a", "b"))
+    driver.close()
+    again = Driver(driver.files.after_kill())
+    original = again.files.open_segment
+
+    def open_segment(path: Path, *, create: bool = False, write: bool = True) -> int:
+        if write:
+            raise FileNotFoundError(errno.ENOENT, "its lock file was replaced")
+        return original(path, create=create, write=write)
+
+    again.files.open_segment = open_segment  # type: ignore[method-assign]
+    for record in again.recover():
+        assert again.read(record) == Item(record[2]).payload
+    assert not again.begin(1)
+    again.close()
+
+
+def test_reads_need_no_lock_file(tmp_path: Path) -> None:
+    for start in range(2):
+        log = open_log(tmp_path, 1 << 20, min_free=0)
+        driver = Driver(FakeFiles(), log=log)
+        if start:
+            found = Recovered(log).records
+            (tmp_path / "kvhold.lock").unlink()
+            assert [driver.read(record) for record in found] == [Item(b"a").payload]
+            assert not driver.begin(1)
+        else:
+            assert driver.begin(0)
+            assert not driver.store(items("a"))
+        driver.close()
+
+
 def test_a_directory_that_vanishes(driver: Driver) -> None:
     assert not driver.store(items("a"))
     record = driver.recover().records[0]
@@ -321,6 +424,7 @@ def test_a_cancelled_read_is_answered_once(driver: Driver) -> None:
     for io in (900, 903, 903, 12345):
         driver.executor.submit(Cancel(io, 0))
     assert driver.answers.get(timeout=5) == (903, (0, 1))
+    assert driver.kept == {**driver.kept, 903: True}
     hung.set()
     assert sorted(driver.answers.get(timeout=5)[0] for _ in range(3)) == [900, 901, 902]
     driver.close()
@@ -343,6 +447,7 @@ def test_closing_with_a_hung_disk(driver: Driver) -> None:
     driver.executor.submit(Read(905, 0, 0, 1, objects))
     early = {driver.answers.get(timeout=5) for _ in range(2)}
     assert early == {(902, (0, 1)), (904, (0,))}
+    assert (driver.kept[902], driver.kept[904]) == (True, False)
     read.set()
     write.set()
     late = {driver.answers.get(timeout=5) for _ in range(3)}
@@ -361,7 +466,7 @@ def test_closing_syncs_what_was_written(driver: Driver) -> None:
 def test_an_answer_that_is_not_taken_stops_nothing(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     taken = driver.answers.put
 
-    def done(io: int, failed: tuple[int, ...]) -> None:
+    def done(io: int, failed: tuple[int, ...], kept: bool) -> None:
         if io == 900:
             raise RuntimeError("the shell is in trouble")
         taken((io, failed))

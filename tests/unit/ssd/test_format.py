@@ -87,13 +87,38 @@ def test_emptiness_and_other_versions() -> None:
     assert fmt.decode_record(block[:100], *PLACE) is Flaw.DAMAGED
 
 
-@pytest.mark.parametrize(("at", "value"), [(116, 129), (120, 65), (121, 65), (56, 1), (64, 1), (512, 1), (256, 0)])
+@pytest.mark.parametrize(
+    ("at", "value"), [(116, 129), (120, 65), (121, 65), (56, 1), (64, 1), (512, 1), (256, 0), (120, 0)]
+)
 def test_signed_nonsense_is_damage(at: int, value: int) -> None:
     """Numbers of shards, lengths of keys, lengths that do not add up, a geometry that is another one."""
     block = record_block()
     block[at] = value
     sign(block)
     assert fmt.decode_record(block, *PLACE) is Flaw.DAMAGED
+
+
+@pytest.mark.parametrize(
+    "shards", [(), (0,), (BLOCK, 0), (BLOCK + 1, BLOCK - 1), ((1 << 40) + BLOCK,), (1 << 63, 1 << 63)]
+)
+def test_shards_that_no_object_has_are_damage(shards: tuple[int, ...]) -> None:
+    total = sum(shards) % (1 << 62)
+    head = RECORD._replace(shards=shards, sums=(b"s" * 16,) * len(shards), length=HEADER + total)
+    fmt.encode_record(block := blocks(BLOCK), head)
+    assert fmt.decode_record(block, *PLACE) is Flaw.DAMAGED
+    assert footer_of((b"n" * 32, 0, 8, shards)) is Flaw.DAMAGED
+
+
+@pytest.mark.parametrize("width", [0, 65, 255])
+def test_keys_that_no_object_has_are_damage(width: int) -> None:
+    assert footer_of((b"n" * 32, 0, width, SHARDS)) is Flaw.DAMAGED
+    assert not isinstance(footer_of((b"n" * 32, 0, 64, SHARDS)), Flaw)
+
+
+def footer_of(geometry: footer.Geometry) -> list[footer.Record] | Flaw:
+    whole = blocks(footer_bytes(1, table_bytes(len(geometry[3]))))
+    footer.encode_footer(whole, LOG, 3, 7, 2 * BLOCK, [footer.Entry(geometry, b"k", HEADER, 0, 0)])
+    return read_footer(whole, 1 << 26)
 
 
 def test_fields_are_where_the_document_says() -> None:

@@ -184,3 +184,40 @@ def test_a_forgetting_that_fails_says_so(code: int) -> None:
     assert driver.executor.counters().errors == {errno.errorcode[code]: 1}
     assert driver.forget(*items("a"))
     driver.close()
+
+
+@pytest.mark.parametrize(
+    "bad", [(N, 1 << 40, b"key"), (N, -2, b"key"), (N, 0, b""), (N, 0, b"k" * 65), (b"short", 0, b"key")]
+)
+def test_a_name_that_does_not_fit_fails_alone(bad: tuple[bytes, int, bytes]) -> None:
+    files = FakeFiles()
+    stones = opened(files, 16 * BLOCK)
+    with pytest.raises(ValueError, match="no name of an object"):
+        stones.append([(N, 0, b"with it"), bad], None, (5, 4096))
+    assert len(stones) == 0
+    for index in range(200):  # the file is rewritten on the way
+        stones.append([(N, 0, b"%d" % index)], None, (5, index))
+    assert opened(files).newest_seq == 5
+
+
+def test_a_namespace_that_no_record_can_have_hides_nothing() -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    stones.append([], N[:7], (5, 4096))
+    stones.append([], N + b"n", (5, 4096))
+    assert not opened(files).hides(record(b"a", 4, 4096, namespace=N[:7].ljust(32, b"\0")))
+    assert not opened(files).hides(record(b"a", 4, 4096))
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_a_file_above_a_smaller_limit_is_rewritten_at_once(count: int) -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    for index in range(count):
+        stones.append([(N, 0, b"key %d" % index)], None, (7, 4096))
+    assert len(files.files[PATH.name].now) == 2 * count * BLOCK
+    stones = opened(files, 5 * BLOCK)
+    stones.compact(0)
+    assert len(files.files[PATH.name].now) <= 5 * BLOCK
+    after = opened(files)
+    assert all(after.hides(record(b"key %d" % index, 6, 0)) for index in range(count))

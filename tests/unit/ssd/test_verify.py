@@ -91,9 +91,9 @@ def test_scrub_keeps_to_its_rate(files: FakeFiles) -> None:
 
 def test_a_sample() -> None:
     files = FakeFiles()
-    driver = Driver(files)
+    driver = Driver(files, 4 * (256 << 10) + (64 << 10), 256 << 10)
     assert driver.begin(0)
-    assert not driver.store([Item(b"%d" % index, shards=(0,)) for index in range(20)])
+    assert not driver.store([Item(b"%d" % index, shards=(BLOCK,)) for index in range(20)])
     driver.close()
     scrub = Scrub(ROOT, sample=0.5, files=files)
     assert list(scrub) == []

@@ -7,6 +7,8 @@ import msgspec
 
 from kvhold.units import parse_size
 
+_LEAST_SSD = 4 << 20
+
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a user may set. ``docs/configuration.md`` says the same, and a test compares the two."""
@@ -60,13 +62,13 @@ def load_settings(extra: dict[str, Any]) -> Settings:
     if settings.ssd is not None:
         path, _, size = settings.ssd.rpartition(":")
         try:
-            parse_size(size)
+            enough = parse_size(size) >= _LEAST_SSD
         except ValueError:
-            path = ""
-        if not Path(path).is_absolute():
+            enough = False
+        if not enough or not Path(path).is_absolute():
             raise ValueError(
-                f"kvhold: setting 'ssd' has the value {settings.ssd!r}; give an absolute path and a size, "
-                "e.g. '/var/cache/kvhold:500GiB'"
+                f"kvhold: setting 'ssd' has the value {settings.ssd!r}; give an absolute path and a size of at least "
+                "4MiB, e.g. '/var/cache/kvhold:500GiB'"
             )
     for name in ("step_budget_ms", "answer_deadline_ms", "read_deadline_ms"):
         if not 0 <= getattr(settings, name) <= 60_000:

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvhold.core.segments import BLOCK
 from kvhold.tiers.ssd.files import FileLayer, RealFiles, blocks, write_all
-from kvhold.tiers.ssd.format import LogHead, SegmentHead, encode_log
+from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead, encode_log
 from kvhold.tiers.ssd.survey import (
     LOCK_FILE,
     LOG_FILE,
@@ -33,6 +33,8 @@ from kvhold.units import format_size
 log = logging.getLogger(__name__)
 
 MIN_SEGMENTS: Final = 4
+MAX_SEGMENTS: Final = 1 << 20
+"""Core has 24 bits for a segment, and a start looks at every one."""
 SEGMENT: Final = 256 << 20
 MIN_FREE: Final = 1 << 30
 _LEAST_SEGMENT: Final = 64 << 10
@@ -45,10 +47,16 @@ def reserve_bytes(budget: int) -> int:
 
 def segment_size(budget: int) -> int:
     """Bytes of a segment in a new log: 256 MiB; under 16 GiB a 64th, under 4 GiB 64 MiB, under 256 MiB a quarter."""
-    usable = budget - reserve_bytes(budget)
+    usable = max(0, budget - reserve_bytes(budget))
     size = min(SEGMENT, max(usable // 64, SEGMENT // 4), usable // MIN_SEGMENTS)
     unit = 1 << 20 if size >= 1 << 20 else BLOCK
-    return size // unit * unit
+    return max(size // unit * unit, _LEAST_SEGMENT)
+
+
+def least_budget(segment_bytes: int) -> int:
+    """The smallest budget that is enough for segments of this size."""
+    segments = MIN_SEGMENTS * max(segment_bytes, _LEAST_SEGMENT)
+    return segments + min(16 << 20, max(64 << 10, -(-segments // (63 * BLOCK)) * BLOCK))
 
 
 def open_log(
@@ -121,10 +129,9 @@ def _open(path: Path, budget: int, segment_bytes: int, files: FileLayer) -> Log:
     removed = 0
     if found is None or usable // found.segment_bytes < MIN_SEGMENTS:
         if segment_bytes % BLOCK or segment_bytes < _LEAST_SEGMENT or usable // segment_bytes < MIN_SEGMENTS:
-            least = MIN_SEGMENTS * max(segment_bytes, _LEAST_SEGMENT) + (64 << 10)
             raise DirectoryError(
                 f"ssd: {format_size(budget)} for {path} is too small for segments of {format_size(segment_bytes)}; "
-                f"give at least {format_size(least)}"
+                f"give at least {format_size(least_budget(segment_bytes))}"
             )
         if found is not None:
             log.warning(
@@ -141,14 +148,34 @@ def _open(path: Path, budget: int, segment_bytes: int, files: FileLayer) -> Log:
         _write_log(path, files, found)
     opened = survey(path, files, found, present, names, bad)
     opened.removed_segments = removed
-    _shrink(opened, usable // found.segment_bytes)
+    segments = usable // found.segment_bytes
+    if segments > MAX_SEGMENTS:
+        log.warning(
+            "ssd: %s: %s are more than %d segments of %s, the most that a log has: the rest is not used; a new log, in "
+            "an empty directory, would have larger ones",
+            path,
+            format_size(budget),
+            MAX_SEGMENTS,
+            format_size(found.segment_bytes),
+        )
+    _shrink(opened, min(segments, MAX_SEGMENTS))
     opened.tombstones.limit = reserve_bytes(budget) // 2 - 2 * BLOCK  # twice that, while it is rewritten
-    seqs = [head.seq for head in opened.heads if isinstance(head, SegmentHead)]
     try:
-        opened.tombstones.compact(min(seqs, default=opened.newest_seq + 1))
+        opened.tombstones.compact(_oldest_seq(opened))
     except OSError as error:
         log.warning("ssd: %s: tombstones not compacted: %s", path, error)
     return opened
+
+
+def _oldest_seq(opened: Log) -> int:
+    """That of the oldest life; 0 where a segment does not say: its records may be of any, and come back next time."""
+    oldest = opened.newest_seq + 1
+    for head in opened.heads:
+        if isinstance(head, Flaw):
+            return 0
+        if head is not None:
+            oldest = min(oldest, head.seq)
+    return oldest
 
 
 def _shrink(opened: Log, segments: int) -> None:

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 from kvhold.core.events import Cancel, Forget, Read, Reuse, Seal, Sync, ToLog, Write
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.handles import Handles
-from kvhold.tiers.ssd.reading import Reader
+from kvhold.tiers.ssd.reading import Reader, is_kept
 from kvhold.tiers.ssd.survey import Log
 from kvhold.tiers.ssd.writing import Writer
 
@@ -29,17 +29,17 @@ _SAY_AGAIN: Final = 10.0
 
 
 class Executor:
-    """Carries out a log's effects on ``arena``, the whole mapped arena. ``done(io, failed)`` is called by its threads.
+    """Carries out a log's effects on ``arena``, the whole mapped arena. Its threads call ``done(io, failed, kept)``.
 
     ``failed`` are the positions of objects that failed: all of them for an I/O that was taken out of its queue, and
-    (0,) for one without objects.
+    (0,) for one without objects. ``kept`` says of a read that none of these was looked at: they may be as they were.
     """
 
     def __init__(
         self,
         opened: Log,
         arena: memoryview,
-        done: Callable[[int, tuple[int, ...]], None],
+        done: Callable[[int, tuple[int, ...], bool], None],
         *,
         readers: int = 4,
         sync_seconds: float = 2.0,
@@ -134,12 +134,15 @@ class Executor:
 
         reader = Reader(self.log, self._handles, self._arena, counters, trouble)
         while (read := self._next(self._reads)) is not None:
-            failed = everything(read)
+            failed, kept = everything(read), False
             try:
-                failed = reader.read(read)
+                failed, kept = reader.read(read)
+            except OSError as error:
+                kept = is_kept(error)
+                self._trouble("read", error, counters)
             except Exception as error:  # noqa: BLE001 - a thread that dies would leave everything after unanswered
                 self._trouble("read", error, counters)
-            self._answer(read, failed, counters)
+            self._answer(read, failed, kept, counters)
 
     def _write_loop(self, counters: Counters) -> None:
         writer = Writer(self.log, self._handles, self._arena, counters)
@@ -151,7 +154,7 @@ class Executor:
                     failed = tuple(range(written, len(job.objects)))
                     self._dirty(job.segment)
                     if error is not None:
-                        raise error
+                        self._trouble("write", error, counters)
                 elif isinstance(job, Seal):
                     writer.seal(job)
                     self._dirty(job.segment, job)
@@ -169,7 +172,7 @@ class Executor:
                     failed = ()
             except Exception as error:  # noqa: BLE001 - see above
                 self._trouble(type(job).__name__.lower(), error, counters)
-            self._answer(job, failed, counters)
+            self._answer(job, failed, False, counters)
         with self._changed:
             self._writer_ended = True
             self._changed.notify_all()
@@ -188,7 +191,7 @@ class Executor:
             bad = self._sync(counters)
             for job in seals:
                 failed = bool(bad) if isinstance(job, Sync) else job.segment in bad
-                self._answer(job, (0,) if failed else (), counters)
+                self._answer(job, (0,) if failed else (), False, counters)
 
     def _drop_loop(self) -> None:
         while True:
@@ -198,7 +201,7 @@ class Executor:
                         return
                     self._changed.wait()
                 job = self._dropped.popleft()
-            self._answer(job, everything(job), None)
+            self._answer(job, everything(job), isinstance(job, Read), None)
 
     def _next(self, queue: OrderedDict[int, J]) -> J | None:
         with self._changed:
@@ -228,7 +231,7 @@ class Executor:
         for segment in segments:
             began = time.perf_counter()
             try:
-                with self._handles.use(segment) as handle:
+                with self._handles.use(segment, write=True) as handle:
                     self.log.files.fdatasync(handle)
             except OSError as error:
                 bad.add(segment)
@@ -240,15 +243,16 @@ class Executor:
             self._dirty(segment)
         return bad
 
-    def _answer(self, job: Job, failed: tuple[int, ...], counters: Counters | None) -> None:
+    def _answer(self, job: Job, failed: tuple[int, ...], kept: bool, counters: Counters | None) -> None:
         with self._changed:
             self._running.pop(job.io, None)
         if self._given_up:
+            kept = isinstance(job, Read) and (kept or not failed)
             failed = everything(job)
         if counters is not None:
             counters.failed_objects += len(failed)
         try:
-            self._done(job.io, failed)
+            self._done(job.io, failed, kept)
         except Exception:
             log.exception("ssd: %s: the answer to I/O %d was not taken", self.log.path, job.io)
 

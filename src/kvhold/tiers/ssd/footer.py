@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_128_digest
 
 from kvhold.core.segments import BLOCK, FOOTER_ENTRY, FOOTER_HEAD, HEADER, footer_bytes, table_bytes
-from kvhold.tiers.ssd.format import MAX_KEY, MAX_SHARDS, SUM, VERSION, Flaw
+from kvhold.tiers.ssd.format import MAX_KEY, SUM, VERSION, Flaw, proper_shards
 
 BATCH: Final = 256
 """Records that are handed on at once."""
@@ -107,20 +107,24 @@ def decode_body(head: FooterHead, body: memoryview, segment: int) -> Iterator[li
     if len(body) < used or head.body_sum != xxh3_128_digest(body[:used]):
         return Flaw.DAMAGED
     tables = _geometries(body[: head.table])
-    if len(tables) != head.geometries or any(key_bytes > MAX_KEY for _, _, key_bytes, _ in tables):
+    if len(tables) != head.geometries:
         return Flaw.DAMAGED
     return _batches(head, body[head.table : used], tables, segment)
 
 
 def _geometries(table: memoryview) -> list[Geometry]:
+    """Those before the first that no record can have."""
     found: list[Geometry] = []
     at = 0
     while at + _GEOMETRY.size <= len(table):
         namespace, group, count, key_bytes = _GEOMETRY.unpack_from(table, at)
         at += _GEOMETRY.size
-        if count > MAX_SHARDS or at + 8 * count > len(table):
+        if at + 8 * count > len(table):
             break
-        found.append((namespace, group, key_bytes, unpack_from(f"<{count}Q", table, at)))
+        shards = unpack_from(f"<{count}Q", table, at)
+        if not 0 < key_bytes <= MAX_KEY or not proper_shards(shards):
+            break
+        found.append((namespace, group, key_bytes, shards))
         at += 8 * count
     return found
 

@@ -16,8 +16,12 @@ from kvhold.core.segments import BLOCK, HEADER
 VERSION: Final = 1
 SUM: Final = 16
 """Bytes of a checksum: xxh3-128, in its canonical (big-endian) form."""
+NAMESPACE: Final = 32
+"""Bytes of a namespace."""
 MAX_SHARDS: Final = 128
 MAX_KEY: Final = 64
+MAX_SHARD: Final = 1 << 40
+"""Bytes of a shard; it has at least a block."""
 FROM_MANAGER: Final = 0
 FROM_WORKER: Final = 1
 """Who computed a record's checksums: the worker knows the bytes as it copied them, the manager as it wrote them."""
@@ -91,6 +95,11 @@ def checksum(data: bytes | Buffer) -> bytes:
 def geometry_digest(shards: Sequence[int]) -> bytes:
     """Digest of how an object is cut: two objects with the same one have shards of the same lengths."""
     return xxh3_128_digest(b"".join(shard.to_bytes(8, "little") for shard in shards))
+
+
+def proper_shards(shards: Sequence[int]) -> bool:
+    """Whether an object may be cut like this."""
+    return 0 < len(shards) <= MAX_SHARDS and all(BLOCK <= s <= MAX_SHARD and not s % BLOCK for s in shards)
 
 
 def encode_log(buffer: Buffer, head: LogHead) -> None:
@@ -176,12 +185,16 @@ def decode_record(block: bytes | Buffer, log: bytes, number: int, seq: int, at: 
         return Flaw.STALE
     if codec:
         return Flaw.VERSION
-    if shards > MAX_SHARDS or key_bytes > MAX_KEY or parent_bytes > MAX_KEY:
+    if not 0 < shards <= MAX_SHARDS or not 0 < key_bytes <= MAX_KEY or parent_bytes > MAX_KEY:
         return Flaw.DAMAGED
     cut = _SHARD.iter_unpack(block[_SHARDS_AT : _SHARDS_AT + shards * _SHARD.size])
-    lengths, sums = zip(*cut, strict=True) if shards else ((), ())
-    adds_up = sum(lengths) == payload == length - HEADER and not any(shard % BLOCK for shard in lengths)
-    if not adds_up or geometry != geometry_digest(lengths):
+    lengths, sums = zip(*cut, strict=True)
+    if (
+        sum(lengths) != payload
+        or payload != length - HEADER
+        or not proper_shards(lengths)
+        or geometry != geometry_digest(lengths)
+    ):
         return Flaw.DAMAGED
     return RecordHead(
         log, seq, number, group, at, length, created, namespace, depth, origin,

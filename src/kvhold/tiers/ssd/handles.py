@@ -15,6 +15,8 @@ from kvhold.units import format_size
 log = logging.getLogger(__name__)
 
 _KEPT: Final = 256
+_Key = tuple[int, bool]
+"""Segment, and whether it may be written."""
 
 
 @dataclass(slots=True)
@@ -24,32 +26,36 @@ class _Open:
 
 
 class Handles:
-    """Segments' files, opened when they are wanted and kept for a while. Thread-safe; raises OSError."""
+    """Segments' files, opened when they are wanted and kept for a while. Thread-safe; raises OSError.
+
+    Those to be read and those to be written are kept apart: a directory that may not be written can still be read.
+    """
 
     def __init__(self, opened: Log, keep: int = _KEPT) -> None:
         self._log = opened
         self._keep = keep
         self._lock = Lock()
-        self._open: OrderedDict[int, _Open] = OrderedDict()  # by segment, the most recently used last
+        self._open: OrderedDict[_Key, _Open] = OrderedDict()  # the most recently used last
 
     @contextmanager
-    def use(self, segment: int) -> Iterator[int]:
+    def use(self, segment: int, *, write: bool) -> Iterator[int]:
         """The handle of an existing segment's file, which stays open inside of the context."""
+        key = segment, write
         with self._lock:
-            entry = self._open.get(segment)
+            entry = self._open.get(key)
             if entry is not None:
                 entry.users += 1
-                self._open.move_to_end(segment)
+                self._open.move_to_end(key)
         if entry is None:
             # Outside of the lock: on a sick disk this may take for ever, and only this thread shall wait for it.
-            entry = self._add(segment, self._log.files.open_segment(self._log.segment_path(segment)))
+            entry = self._add(key, self._log.files.open_segment(self._log.segment_path(segment), write=write))
         try:
             yield entry.handle
         finally:
             with self._lock:
                 entry.users -= 1
                 surplus = self._surplus()
-                if not entry.users and self._open.get(segment) is not entry and entry.handle not in surplus:
+                if not entry.users and self._open.get(key) is not entry and entry.handle not in surplus:
                     surplus.append(entry.handle)
             for handle in surplus:
                 self._log.files.close(handle)
@@ -83,11 +89,11 @@ class Handles:
         for handle in handles:
             self._log.files.close(handle)
 
-    def _add(self, segment: int, handle: int) -> _Open:
+    def _add(self, key: _Key, handle: int) -> _Open:
         with self._lock:
-            entry = self._open.get(segment)
+            entry = self._open.get(key)
             if entry is None:
-                entry = self._open[segment] = _Open(handle)
+                entry = self._open[key] = _Open(handle)
                 handle = -1
             entry.users += 1
         if handle >= 0:  # another thread was faster
@@ -96,15 +102,16 @@ class Handles:
 
     def _drop(self, segment: int) -> None:
         with self._lock:
-            entry = self._open.pop(segment, None)
-        if entry is not None and not entry.users:
-            self._log.files.close(entry.handle)
+            entries = [self._open.pop((segment, write), None) for write in (False, True)]
+            idle = [entry.handle for entry in entries if entry is not None and not entry.users]
+        for handle in idle:
+            self._log.files.close(handle)
 
     def _surplus(self) -> list[int]:
         if len(self._open) <= self._keep:
             return []
-        idle = [segment for segment, entry in self._open.items() if not entry.users]
-        return [self._open.pop(segment).handle for segment in idle[: len(self._open) - self._keep]]
+        idle = [key for key, entry in self._open.items() if not entry.users]
+        return [self._open.pop(key).handle for key in idle[: len(self._open) - self._keep]]
 
     def _check_room(self, size: int) -> None:
         free = self._log.files.free_bytes(self._log.path)

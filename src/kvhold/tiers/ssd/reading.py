@@ -1,5 +1,6 @@
 """Reads for one thread: neighbours in one call, payloads straight into the arena, each checked before it counts."""
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -13,6 +14,7 @@ from kvhold.tiers.ssd.handles import Handles
 from kvhold.tiers.ssd.survey import Log
 
 _AT_ONCE: Final = IOV_MAX // 2
+_DAMAGE: Final = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EREMOTEIO, errno.EUCLEAN}
 
 
 class Reader:
@@ -33,34 +35,38 @@ class Reader:
         self._trouble = trouble
         self._heads = blocks(_AT_ONCE * HEADER)
 
-    def read(self, effect: Read) -> tuple[int, ...]:
-        """Fill the objects' slots; the positions of those whose bytes must not be used. OSError: none was read."""
+    def read(self, effect: Read) -> tuple[tuple[int, ...], bool]:
+        """Fill the objects' slots; the positions of those whose bytes must not be used, and whether they are kept.
+
+        OSError: none was read.
+        """
         objects = effect.objects
         for stored in objects:
             if stored.offset < 0 or stored.offset + sum(stored.shards) > len(self._arena):
                 raise ValueError(f"{sum(stored.shards)} bytes at {stored.offset} are not in the arena")
-        failed: list[int] = []
-        with self._handles.use(effect.segment) as handle:
+        failed: dict[int, bool] = {}
+        with self._handles.use(effect.segment, write=False) as handle:
             for run in _runs(objects):
-                failed += self._read_run(handle, effect, run)
-        return tuple(sorted(failed))
+                failed |= self._read_run(handle, effect, run)
+        return tuple(sorted(failed)), bool(failed) and all(failed.values())
 
-    def _read_run(self, handle: int, effect: Read, run: list[int]) -> list[int]:
+    def _read_run(self, handle: int, effect: Read, run: list[int]) -> dict[int, bool]:
+        """What failed of ``run``, and whether it is kept."""
         objects = [effect.objects[index] for index in run]
         try:
             got = self._fill(handle, objects)
         except OSError as error:
             self._trouble(error)
             if len(run) == 1:
-                return run
+                return {run[0]: is_kept(error)}
             # One bad sector must not cost the neighbours.
-            return [bad for index in run for bad in self._read_run(handle, effect, [index])]
+            return dict(bad for index in run for bad in self._read_run(handle, effect, [index]).items())
         began = time.perf_counter()
-        failed = [
-            index
+        failed = {
+            index: False
             for position, (index, stored) in enumerate(zip(run, objects, strict=True))
             if not self._good(effect, stored, position, got - (stored.at - objects[0].at))
-        ]
+        }
         self._counters.checksum_seconds += time.perf_counter() - began
         return failed
 
@@ -94,6 +100,11 @@ class Reader:
         if reason is not None:
             self._counters.rejected[reason] += 1
         return reason is None
+
+
+def is_kept(error: OSError) -> bool:
+    """Whether what could not be read may be as it was: not after what a disk or filesystem says of bad sectors."""
+    return error.errno not in _DAMAGE
 
 
 def _runs(objects: Sequence[Stored]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from kvhold.core.segments import BLOCK
 from kvhold.tiers.ssd.files import FileLayer, blocks, read_all, write_all
 from kvhold.tiers.ssd.footer import Record
-from kvhold.tiers.ssd.format import SUM, VERSION
+from kvhold.tiers.ssd.format import MAX_KEY, NAMESPACE, SUM, VERSION
 
 log = logging.getLogger(__name__)
 
@@ -82,21 +82,32 @@ class Tombstones:
         return False
 
     def append(self, names: Iterable[Name], namespace: bytes | None, position: Position) -> None:
-        """Hide these, or (``namespace`` given) all of a namespace, or (empty) all; durable on return. OSError."""
+        """Hide these, or (``namespace`` given) all of a namespace, or (empty) all; durable on return. OSError.
+
+        ValueError, and nothing has changed, where one of ``names`` is none.
+        """
+        if namespace and len(namespace) != NAMESPACE:
+            return  # no record can be of it
         new = [(namespace, -1, b"")] if namespace is not None else list(names)
         for name in new:
-            self._hide(name, position)
+            _check(name)
         buffer = self._pack([(name, position) for name in new])
+        for name in new:
+            self._hide(name, position)
         if self._end + len(buffer) > self.limit:
             self.rewrite()
         else:
             self._write(self._path, buffer, self._end)
 
     def compact(self, oldest_seq: int) -> None:
-        """Let go of what can hide nothing, because every record is of ``oldest_seq`` or later. OSError."""
+        """Let go of what can hide nothing, because every record is of ``oldest_seq`` or later; keep the limit. OSError.
+
+        ``oldest_seq`` is 0 where that is not known.
+        """
         for name in [name for name, (seq, _) in self._hidden.items() if seq < oldest_seq]:
             del self._hidden[name]
-        if self._end > 2 * len(self._pack(self._hidden.items())) + 16 * BLOCK or (self._end and not self._hidden):
+        wasteful = self._end > 2 * len(self._pack(self._hidden.items())) + 16 * BLOCK
+        if wasteful or self._end > self.limit or (self._end and not self._hidden):
             self.rewrite()
 
     def rewrite(self) -> None:
@@ -157,3 +168,12 @@ class Tombstones:
                 self._hide((namespace, group, key[:width]), (seq, at))
             elif kind in (_NAMESPACE, _ALL):
                 self._hide((namespace if kind == _NAMESPACE else b"", -1, b""), (seq, at))
+
+
+def _check(name: Name) -> None:
+    """Raise ValueError where a name has no place in an entry: what would be written were another name, or nothing."""
+    namespace, group, key = name
+    if group == -1 and not key:
+        return
+    if not 0 <= group < 1 << 32 or len(namespace) != NAMESPACE or not 0 < len(key) <= MAX_KEY:
+        raise ValueError(f"no name of an object: {name}")

@@ -22,11 +22,12 @@ from kvhold.tiers.ssd.footer import Entry, encode_footer
 from kvhold.tiers.ssd.format import (
     FROM_MANAGER,
     MAX_KEY,
-    MAX_SHARDS,
+    NAMESPACE,
     RecordHead,
     SegmentHead,
     encode_record,
     encode_segment,
+    proper_shards,
 )
 from kvhold.tiers.ssd.handles import Handles
 from kvhold.tiers.ssd.recover import scan
@@ -72,30 +73,39 @@ class Writer:
         encode_segment(block, SegmentHead(self._log.id, effect.seq, number, self._log.segment_bytes, time.time_ns()))
         # Even a header that reaches the disk although this call fails has used its number up.
         self._log.newest_seq = effect.seq
-        with self._handles.use(effect.segment) as handle:
+        with self._handles.use(effect.segment, write=True) as handle:
             if self._write(handle, [block], 0) != HEADER:
                 raise OSError(EIO, "the disk took a part of a segment's header only")
             self._log.files.fdatasync(handle)
         self._lives[effect.segment] = _Life(effect.seq)
 
-    def write(self, effect: Write) -> tuple[int, OSError | None]:
+    def write(self, effect: Write) -> tuple[int, OSError | Refused | None]:
         """Append; how many objects, from the first on, are written, and what kept the others from it."""
         life = self._lives.get(effect.segment)
         objects = effect.objects
         if life is None or life.seq != effect.seq or life.ended:
             raise Refused(f"segment {effect.segment} has no life {effect.seq} that this process began")
+        error: OSError | Refused | None = None
+        proper = next((index for index, stored in enumerate(objects) if not _can_be_stored(stored)), len(objects))
+        if proper < len(objects):  # what follows it fails with it: it would not follow the last good one
+            error = Refused(f"no record can hold {_shape(objects[proper])}")
+            objects = objects[:proper]
+            if not objects:
+                return 0, error
         self._check(life, objects)
-        written, error = 0, None
-        with self._handles.use(effect.segment) as handle:
-            while written < len(objects) and error is None:
+        written = 0
+        with self._handles.use(effect.segment, write=True) as handle:
+            while written < len(objects):
                 chunk = objects[written : written + _AT_ONCE]
                 try:
                     good = self._append(handle, life, effect.segment, chunk)
                     written += good
                     if good < len(chunk):
                         error = OSError(EIO, "the disk took a part of a write only")
+                        break
                 except OSError as refused:  # what of it is there does not count: the next write takes its place
                     error = refused
+                    break
         tried = objects[-1].at + HEADER + sum(objects[-1].shards) if objects else 0
         self._tail = (life.seq, life.end, max(tried, self._tail[2]) if self._tail[0] == life.seq else tried)
         return written, error
@@ -104,7 +114,7 @@ class Writer:
         """Write the footer. It, and all before it, is durable after the next fdatasync."""
         life = self._lives.get(effect.segment)
         number = self._log.numbers[effect.segment]
-        with self._handles.use(effect.segment) as handle:
+        with self._handles.use(effect.segment, write=True) as handle:
             if life is None or life.seq != effect.seq:  # begun by an earlier process: its headers are the index
                 head = self._log.heads[effect.segment]
                 if not isinstance(head, SegmentHead) or head.seq != effect.seq:
@@ -185,8 +195,6 @@ class Writer:
                 raise Refused(f"a record at {stored.at} would not follow the last good one, which ends at {at}")
             if stored.offset < 0 or stored.offset + length > len(self._arena):
                 raise Refused(f"{length} bytes at {stored.offset} are not in the arena of {len(self._arena)}")
-            if not 0 < len(stored.key) <= MAX_KEY or len(stored.parent) > MAX_KEY or len(stored.shards) > MAX_SHARDS:
-                raise Refused(f"a key has 1 to {MAX_KEY} bytes, an object at most {MAX_SHARDS} shards")
             at += HEADER + length
         if at > self._log.segment_bytes - BLOCK:
             raise Refused(f"a record that ends at {at} leaves no room for a footer")
@@ -199,3 +207,22 @@ class Writer:
             entries.append(Entry(geometry, head.key, head.at, head.depth, head.created))
             end = head.at + head.length
         return entries, end
+
+
+def _can_be_stored(stored: Stored) -> bool:
+    """Whether a record's header has room for what is said of it."""
+    return (
+        len(stored.namespace) == NAMESPACE
+        and 0 <= stored.group < 1 << 32
+        and 0 <= stored.depth < 1 << 32
+        and 0 < len(stored.key) <= MAX_KEY
+        and len(stored.parent) <= MAX_KEY
+        and proper_shards(stored.shards)
+    )
+
+
+def _shape(stored: Stored) -> str:
+    return (
+        f"a key of {len(stored.key)} bytes after one of {len(stored.parent)} at depth {stored.depth}, in group "
+        f"{stored.group} of a namespace of {len(stored.namespace)} bytes, in shards {str(stored.shards)[:80]}"
+    )
