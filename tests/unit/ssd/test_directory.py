@@ -252,7 +252,7 @@ def test_numbers_of_lives_are_not_used_again() -> None:
     assert Driver(files.after_kill()).recover().keys == {b"later"}
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EACCES, 0])
+@pytest.mark.parametrize("code", [errno.EIO, 0])
 def test_a_segment_that_cannot_be_read_at_one_start_brings_nothing_back(code: int) -> None:
     """What hides its records is kept until its header says that nothing so old is there."""
     files = filled(4)
@@ -282,6 +282,18 @@ def test_a_segment_that_cannot_be_read_at_one_start_brings_nothing_back(code: in
     log = open_log(ROOT, budget(4), files=files.after_kill())
     assert len(log.tombstones) == 0
     log.close()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("name", ["kvhold.log", segment_name(0)])
+def test_files_that_cannot_be_opened_begin_nothing_anew(name: str, code: int) -> None:
+    """Too many open files, say, is no reason to take a full log for nobody's."""
+    files = filled(4)
+    files.fault = lambda called, which: code if called == "open" and which == name else 0
+    with pytest.raises(DirectoryError, match="cannot be used"):
+        open_log(ROOT, budget(4), files=files)
+    files.fault = lambda called, which: 0
+    assert Driver(files.after_kill()).recover().keys
 
 
 def test_a_smaller_budget_bounds_the_tombstones_too() -> None:

@@ -22,6 +22,8 @@ from kvhold.core.segments import BLOCK
 log = logging.getLogger(__name__)
 
 IOV_MAX: Final = 1024
+MEDIA_ERRORS: Final = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EREMOTEIO, errno.EUCLEAN}
+"""What says that bytes on the disk are lost. Any other error only says that they could not be looked at."""
 _LOCK_TRIES: Final = 10
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # glibc's posix_fallocate would write every block instead
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -1,6 +1,5 @@
 """Reads for one thread: neighbours in one call, payloads straight into the arena, each checked before it counts."""
 
-import errno
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -9,12 +8,11 @@ from kvhold.core.events import Read, Stored
 from kvhold.core.segments import HEADER
 from kvhold.tiers.ssd.check import Identity, Place, check_head, check_payload
 from kvhold.tiers.ssd.counters import Counters
-from kvhold.tiers.ssd.files import IOV_MAX, blocks, read_all
+from kvhold.tiers.ssd.files import IOV_MAX, MEDIA_ERRORS, blocks, read_all
 from kvhold.tiers.ssd.handles import Handles
 from kvhold.tiers.ssd.survey import Log
 
 _AT_ONCE: Final = IOV_MAX // 2
-_DAMAGE: Final = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EREMOTEIO, errno.EUCLEAN}
 
 
 class Reader:
@@ -104,7 +102,7 @@ class Reader:
 
 def is_kept(error: OSError) -> bool:
     """Whether what could not be read may be as it was: not after what a disk or filesystem says of bad sectors."""
-    return error.errno not in _DAMAGE
+    return error.errno not in MEDIA_ERRORS
 
 
 def _runs(objects: Sequence[Stored]) -> list[list[int]]:

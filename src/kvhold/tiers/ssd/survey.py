@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from kvhold.core.segments import BLOCK
-from kvhold.tiers.ssd.files import FileLayer, blocks, read_all
+from kvhold.tiers.ssd.files import MEDIA_ERRORS, FileLayer, blocks, read_all
 from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead, decode_log, decode_segment
 from kvhold.tiers.ssd.tombstones import Tombstones
 
@@ -130,7 +130,10 @@ def segment_head(files: FileLayer, path: Path, log_id: bytes | None) -> SegmentH
 
 
 def _read(files: FileLayer, path: Path, buffers: list[memoryview], at: int) -> int:
-    """Bytes read; -1 where the disk fails: to whoever starts, that is damage like any other."""
+    """Bytes read; -1 where the disk fails: to whoever starts, that is damage like any other.
+
+    Raises OSError for what says nothing about the disk: a log must not be begun anew because files could not be opened.
+    """
     try:
         handle = files.open_segment(path, write=False)
         try:
@@ -138,5 +141,7 @@ def _read(files: FileLayer, path: Path, buffers: list[memoryview], at: int) -> i
         finally:
             files.close(handle)
     except OSError as error:
+        if error.errno not in MEDIA_ERRORS:
+            raise
         log.warning("ssd: %s cannot be read: %s", path, error)
         return -1
