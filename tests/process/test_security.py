@@ -276,7 +276,7 @@ def test_values_that_mean_nothing_are_harmless(site: Site) -> None:
     """Odd numbers for what is only a name, and orders about what is not there."""
     engine = site.engine()
     least, most = -(1 << 63), (1 << 63) - 1
-    engine.scheduler.send(wire.Open(least, NAMESPACE, most, 64, ((1 << 40) - wire.SHARD_ALIGN,), most))
+    engine.scheduler.send(wire.Open(least, NAMESPACE, (1 << 32) - 1, 64, ((1 << 40) - wire.SHARD_ALIGN,), most))
     assert engine.scheduler.expect(wire.Opened).note
     engine.scheduler.send(
         wire.Close(most),
