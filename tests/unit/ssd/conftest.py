@@ -1,11 +1,18 @@
 """Of all tests of the file layer."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that ran in this process before has sent kvhold's log where its own goes."""
-    monkeypatch.setattr(logging.getLogger("kvhold"), "propagate", True)
+def _logs_are_heard() -> Iterator[None]:
+    """An engine that ran in this process before has given kvhold's log its own level and output."""
+    ours = logging.getLogger("kvhold")
+    before = ours.propagate, ours.level, ours.disabled
+    ours.propagate, ours.disabled = True, False
+    ours.setLevel(logging.NOTSET)
+    yield
+    ours.propagate, ours.disabled = before[0], before[2]
+    ours.setLevel(before[1])
