@@ -18,6 +18,10 @@ _FACTORS = {
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 
 
+LEAST_SSD = 4 << 20
+"""The least that an SSD directory may be given, in bytes."""
+
+
 def parse_size(text: str | int) -> int:
     """Bytes named by ``text``: a number with an optional unit (``KiB``, ``MB``, ``GiB``, ...).
 

@@ -7,6 +7,7 @@ owner of each used slot is a catalogue row, so that a run can be emptied.
 """
 
 from array import array
+from collections.abc import Iterable
 
 ALIGN = 4096
 """Slots, shards and pages start at multiples of this: what O_DIRECT and huge pages want."""
@@ -15,6 +16,11 @@ ALIGN = 4096
 def align(size: int) -> int:
     """``size`` rounded up to the arena's alignment."""
     return -(-size // ALIGN) * ALIGN
+
+
+def slot_bytes(shards: Iterable[int]) -> int:
+    """Bytes of the slot of an object whose shards have so many bytes: each begins aligned."""
+    return align(sum(map(align, shards)))
 
 
 class Run:

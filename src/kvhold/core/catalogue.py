@@ -272,9 +272,10 @@ class Catalogue(Rows):
         self.remove(row)
         return True
 
-    def note(self, kind: Kind, row: int) -> None:
-        """Remember what happened to an object."""
-        self.story.note(kind, fingerprint(self.key[row]), self.owner[row], row, self.epoch[row])
+    def note(self, kind: Kind, row: int, what: int | None = None) -> None:
+        """Remember what happened to an object: with its slot's epoch, unless something else says more."""
+        told = self.epoch[row] if what is None else what
+        self.story.note(kind, fingerprint(self.key[row]), self.owner[row], row, told)
 
     # --- leases -------------------------------------------------------------------------------------------------
 

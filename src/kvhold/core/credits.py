@@ -7,7 +7,7 @@ the same share of what may be granted; who holds more than that after others cam
 from array import array
 
 from kvhold.core import events as ev
-from kvhold.core.arena import align
+from kvhold.core.arena import slot_bytes
 from kvhold.core.common import Common, Work, split
 from kvhold.core.events import Effect
 from kvhold.core.rows import State
@@ -32,7 +32,7 @@ class Credits:
         attachment = self._common.speaker(event.session)
         if attachment is None:
             return []
-        size = align(sum(map(align, event.shards)))
+        size = slot_bytes(event.shards)
         if len(attachment.spaces) >= self._common.limits.spaces:
             return [ev.Refuse(event.session, f"more than {self._common.limits.spaces} spaces are open")]
         if event.space in attachment.spaces or not event.key_bytes or len(event.shards) != attachment.world or not size:

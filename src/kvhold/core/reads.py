@@ -8,7 +8,7 @@ from kvhold.core.devices import ERRORS, Devices, Io
 from kvhold.core.events import Effect
 from kvhold.core.rows import State
 from kvhold.core.segments import HEADER, Log, Segment, unpack
-from kvhold.core.story import Kind, fingerprint
+from kvhold.core.story import Kind
 
 READ_BATCH = 8 << 20
 """Bytes of one read: enough for a device, little enough that what waits for it is not held up."""
@@ -48,13 +48,7 @@ class Reads:
         _, segment, _ = self._common.catalogue.segment_of(row)
         segment.readers += 1
         self.queued[row] = None
-        self._common.story.note(
-            Kind.LOADING,
-            fingerprint(self._common.catalogue.key[row]),
-            self._common.catalogue.owner[row],
-            row,
-            self._common.catalogue.place[row],
-        )
+        self._common.catalogue.note(Kind.LOADING, row, self._common.catalogue.place[row])
 
     def unwanted(self, rows: Sequence[int]) -> list[Effect]:
         """Of these rows, what nobody but its own read holds need not be read."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
-from kvhold.core.arena import align
+from kvhold.core.arena import slot_bytes
 from kvhold.core.catalogue import Index
 from kvhold.core.common import Common
 from kvhold.core.devices import ERRORS, Device, Devices
@@ -79,7 +79,7 @@ class Storage:
                 continue
             if (namespace, group, len(key), shards) != geometry:
                 geometry = namespace, group, len(key), shards
-                size = align(sum(map(align, shards)))
+                size = slot_bytes(shards)
                 purged = any(name in (b"", namespace) and segment.seq <= seq for name, seq in device.purged)
                 index = None if purged else catalogue.index(*geometry, size)
             if index is None:

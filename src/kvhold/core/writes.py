@@ -188,9 +188,7 @@ class Writes:
                 if not catalogue.place[row] or catalogue.place[row] >> 28 != here:
                     continue
                 self._common.counters["reclaimed"] += 1
-                self._common.story.note(
-                    Kind.RECLAIMED, fingerprint(catalogue.key[row]), catalogue.owner[row], row, segment.number
-                )
+                catalogue.note(Kind.RECLAIMED, row, segment.number)
                 if catalogue.state[row] == State.COLD:
                     catalogue.remove(row)
                 else:
@@ -215,7 +213,7 @@ class Writes:
             index = catalogue.indexes[catalogue.owner[row]]
             if position < good:
                 place = pack(device.log.number, segment.number, io.places[position])
-                self._common.story.note(Kind.WRITTEN, fingerprint(catalogue.key[row]), index.id, row, place)
+                catalogue.note(Kind.WRITTEN, row, place)
                 counters["write_objects"] += 1
                 if not io.dirty[position].again:
                     device.rewrite += (HEADER + index.size) * REWRITE_SHARE

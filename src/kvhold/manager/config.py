@@ -4,14 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhold.core.limits import Limits
-from kvhold.units import format_size, parse_size
+from kvhold.units import LEAST_SSD, format_size, parse_size
 
 MIN_FREE = 1 << 30
 """What stays free on an SSD's filesystem, unless told otherwise."""
-
-
-LEAST_SSD = 4 << 20
-"""Below it an SSD's budget is for segments too small to be of use."""
 
 
 class ConfigError(Exception):

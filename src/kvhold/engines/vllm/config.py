@@ -5,9 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvhold.units import parse_size
-
-_LEAST_SSD = 4 << 20
+from kvhold.units import LEAST_SSD, format_size, parse_size
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,13 +60,13 @@ def load_settings(extra: dict[str, Any]) -> Settings:
     if settings.ssd is not None:
         path, _, size = settings.ssd.rpartition(":")
         try:
-            enough = parse_size(size) >= _LEAST_SSD
+            enough = parse_size(size) >= LEAST_SSD
         except ValueError:
             enough = False
         if not enough or not Path(path).is_absolute():
             raise ValueError(
                 f"kvhold: setting 'ssd' has the value {settings.ssd!r}; give an absolute path and a size of at least "
-                "4MiB, e.g. '/var/cache/kvhold:500GiB'"
+                f"{format_size(LEAST_SSD)}, e.g. '/var/cache/kvhold:500GiB'"
             )
     for name in ("step_budget_ms", "answer_deadline_ms", "read_deadline_ms"):
         if not 0 <= getattr(settings, name) <= 60_000:

@@ -141,16 +141,18 @@ class Lookups:
         former = self._by_request.pop(request, None)
         if former is not None and not former.closed:
             self._count_unanswered(former)
-        self._stats.add("lookups", last > first)
-        self._stats.add("tokens_asked", (last - first) * self._block_tokens)
+        self._count_asked(first, last)
         # A lease that was taken for a restore is not given up by asking anew.
         again = former is not None and not former.closed and (former.resident is None or former.offsets)
         ticket = self._control.ask(space, first, b"".join(hashes[:last]), former.ticket if former and again else None)
         return Lookup(ticket, self._control.attachment, first, last, ticket.since)
 
-    def _missed(self, first: int, last: int, reason: str) -> Lookup:
+    def _count_asked(self, first: int, last: int) -> None:
         self._stats.add("lookups", last > first)
         self._stats.add("tokens_asked", (last - first) * self._block_tokens)
+
+    def _missed(self, first: int, last: int, reason: str) -> Lookup:
+        self._count_asked(first, last)
         self._stats.add(f"tokens_missed_{reason}", (last - first) * self._block_tokens)
         return Lookup(None, self._control.attachment, first, last, time.monotonic(), closed=True)
 
