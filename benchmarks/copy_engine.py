@@ -36,7 +36,7 @@ def main() -> None:
         cache = np.random.default_rng(0).integers(0, 255, blocks * layers * page, dtype=np.uint8)
         start = cache.ctypes.data
         layout = fold([(start + layer * blocks * page, page, page) for layer in range(layers)], blocks, "cpu")
-        copier = HostCopier(layout)
+        copier = HostCopier([layout])
         arena = _arena(blocks * layout.shard_bytes)
         order = random.Random(0).sample(range(blocks), blocks)
         offsets = [index * layout.shard_bytes for index in range(blocks)]
@@ -50,10 +50,12 @@ def main() -> None:
             return size / (time.perf_counter() - begun) / 2**30
 
         def publish(copier: Any = copier, arena: Any = arena, order: Any = order, offsets: Any = offsets) -> None:
-            assert copier.begin_publish(arena, order, offsets).error is None
+            assert copier.begin_publish(arena, 0, order, offsets).error is None
 
         def restore(copier: Any = copier, arena: Any = arena, order: Any = order, offsets: Any = offsets) -> None:
-            copier.restore(arena, order, offsets)
+            job = copier.begin_restore(arena, [(0, order, offsets)])
+            while not job.ended:
+                copier.advance()
 
         def copy(plain: Any = plain, whole: Any = whole) -> None:
             np.copyto(plain, whole[: plain.size])

@@ -193,10 +193,11 @@ class Engine:
         group: int = 0,
         namespace: bytes = NAMESPACE,
         shards: tuple[int, ...] = (),
+        watch: bool = False,
     ) -> list[Effect]:
         self.shards[space] = shards or (size // self.world,) * self.world
         self.names[space] = namespace, group
-        opening = ev.Open(self.scheduler, space, namespace, group, 8, self.shards[space], slots)
+        opening = ev.Open(self.scheduler, space, namespace, group, 8, self.shards[space], slots, watch)
         return self.world_.settle(opening)
 
     def take(self, count: int, space: int = 0) -> list[Slot]:
@@ -239,10 +240,17 @@ class Engine:
         assert isinstance(answer, ev.Answer)
         return answer
 
-    def prepare(self, *parts: tuple[int, list[bytes]], op: int, revision: int = 1, ahead: bool = False) -> list[Effect]:
+    def prepare(
+        self,
+        *parts: tuple[int, list[bytes]],
+        op: int,
+        revision: int = 1,
+        ahead: bool = False,
+        used: Iterable[tuple[int, list[bytes]]] = (),
+    ) -> list[Effect]:
         """Ask for exactly (space, keys)..., and let all work end."""
-        packed = tuple((space, b"".join(keys)) for space, keys in parts)
-        return self.world_.settle(ev.Prepare(self.scheduler, op, revision, packed, ahead))
+        packed, marked = (tuple((space, b"".join(keys)) for space, keys in named) for named in (parts, used))
+        return self.world_.settle(ev.Prepare(self.scheduler, op, revision, packed, ahead, marked))
 
     def release(self, *ops: int, revision: int = 1) -> list[Effect]:
         return self.world_.settle(ev.Release(self.scheduler, tuple((op, revision) for op in ops)))
@@ -372,6 +380,16 @@ def audit(core: Core) -> None:
     users = Counter(space.index.id for held in core.attachments.values() for space in held.spaces.values())
     for index in cat.indexes.values():
         assert index.users == users[index.id]
+
+    # Who watches what is open, and nothing is left to be told.
+    watchers = {
+        (space.index.id, (held.scheduler.id, number))
+        for held in core.attachments.values()
+        for number, space in held.spaces.items()
+        if space.watcher is not None and held.scheduler is not None
+    }
+    assert watchers == {(index.id, who) for index in cat.indexes.values() for who in index.watchers}
+    assert not cat.gone
 
     # Logs: places are distinct and in segments that are there, and what is live, read and under way adds up.
     storage = core.storage

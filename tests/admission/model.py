@@ -400,7 +400,7 @@ class _Scheduler:
         size = self.engine.block_tokens
         end = min(request.ask.outside, request.tokens - 1) // size
         if self.engine.gate:
-            end = min(end, most_blocks(self.engine.blocks, size, self.engine.drafts))
+            end = min(end, most_blocks(self.engine.blocks, [size], self.engine.drafts))
         found = end * size - local
         if found > 0 and self.engine.gate and order_matters(self.engine.policy, self.engine.whole_prompt):
             first = min(request.tokens, end * size + self.engine.budget) + self.engine.drafts

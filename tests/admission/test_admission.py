@@ -353,7 +353,7 @@ def test_the_gate_is_for_priorities_without_full_isl() -> None:
 
 
 def test_drafts_shorten_what_may_be_restored_by_the_blocks_of_a_step() -> None:
-    assert most_blocks(pool=10, block_tokens=16, speculative_tokens=0) == 10
-    assert most_blocks(pool=10, block_tokens=16, speculative_tokens=15) == 9
-    assert most_blocks(pool=10, block_tokens=16, speculative_tokens=16) == 8
-    assert most_blocks(pool=1, block_tokens=2, speculative_tokens=5) == 0
+    assert most_blocks(pool=10, block_tokens=[16], speculative_tokens=0) == 10
+    assert most_blocks(pool=10, block_tokens=[16], speculative_tokens=15) == 9
+    assert most_blocks(pool=10, block_tokens=[16], speculative_tokens=16) == 8
+    assert most_blocks(pool=1, block_tokens=[2], speculative_tokens=5) == 0

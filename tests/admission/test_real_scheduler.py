@@ -105,7 +105,7 @@ class Fake(KVConnectorBase_V1):
         size = engine.block_tokens
         end = min(ask.outside, request.num_tokens - 1) // size * size
         if engine.gate:
-            end = min(end, most_blocks(engine.blocks, size, engine.drafts) * size)
+            end = min(end, most_blocks(engine.blocks, [size], engine.drafts) * size)
         if end <= num_computed_tokens:
             return 0, False
         if engine.gate and order_matters(engine.policy, engine.whole_prompt):

@@ -78,7 +78,11 @@ def warm_up(llm: LLM, credits: int = 64) -> None:
 
     def granted() -> bool:
         half.control.new_step()
-        return len(half.control.credit.get(half._space, ())) >= min(credits, half._credit_wanted)
+        tokens = half._config.scheduler_config.max_num_batched_tokens
+        return bool(half._spaces) and all(
+            len(half.control.credit.get(space, ())) >= min(credits, 2 * max(1, tokens // group.block_tokens))
+            for space, group in zip(half._spaces, half._groups, strict=True)
+        )
 
     until(granted, "slots are granted")
 
@@ -96,8 +100,8 @@ def counting() -> Iterator[Counter[str]]:
     total: Counter[str] = Counter()
     add = KvHoldStats.add
 
-    def also(self: KvHoldStats, name: str, value: float = 1) -> None:
-        add(self, name, value)
+    def also(self: KvHoldStats, name: str, value: float = 1, **labels: int) -> None:
+        add(self, name, value, **labels)
         total[name] += value  # type: ignore[assignment]
 
     with patch.object(KvHoldStats, "add", also):
@@ -136,9 +140,9 @@ def recording_offsets() -> Iterator[list[int]]:
     seen: list[int] = []
     begin = HostCopier.begin_publish
 
-    def also(self: HostCopier, arena: Any, blocks: Any, offsets: Any) -> Any:
+    def also(self: HostCopier, arena: Any, group: int, blocks: Any, offsets: Any) -> Any:
         seen.extend(offsets)
-        return begin(self, arena, blocks, offsets)
+        return begin(self, arena, group, blocks, offsets)
 
     with patch.object(HostCopier, "begin_publish", also):
         yield seen

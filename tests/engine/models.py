@@ -28,8 +28,23 @@ _BASE: dict[str, Any] = {
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
-# Shapes that kvhold has to refuse or treat specially; the engine starts them, nobody reads their output.
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_head": 32,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "attention_bias": False,
+}
+
+# What differs from ``_BASE`` in the smallest model of each kind that the CPU engine starts; see ``families.py``.
 _KINDS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
@@ -41,6 +56,146 @@ _KINDS: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": 10000.0,
         "tie_word_embeddings": True,
+    },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+    },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 256,
+        "attention_chunk_size": 64,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 1, 0],
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "use_qk_norm": True,
+        "attn_temperature_tuning": False,
+        "moe_layers": [],
+    },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "num_experts": 4,
+        **_MOE,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.25,
+    },
+    "granite": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "mamba", "attention"],
+        **_MAMBA2,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 256,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 0.17,
+        "position_embedding_type": "rope",
+    },
+    "falcon_h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        **_MAMBA2,
+        "mamba_d_ssm": 256,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True,
+        "mamba_use_mlp": True,
+        "projectors_bias": False,
+        "mlp_bias": False,
+        "key_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
+        "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": 1.0,
+        "ssm_multipliers": [1.0] * 5,
+        "mlp_multipliers": [1.0, 1.0],
+    },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M-M*",
+        "layers_block_type": ["mamba", "mlp", "mamba", "attention"],
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "conv_kernel": 4,
+        "expand": 2,
+        "chunk_size": 32,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mlp_bias": False,
+        "attention_bias": False,
+        "mamba_hidden_act": "silu",
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": 1e-5,
+        "mamba_proj_bias": False,
+        "residual_in_fp32": False,
+        "norm_eps": 1e-5,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_dim": 128,
+        "block_ff_dim": 256,
+        "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 32,
+        "norm_eps": 1e-5,
+        "conv_dim": 128,
+        "conv_use_xavier_init": True,
     },
     "deepseek_v2": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -54,8 +209,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "v_head_dim": 32,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
+        **_MOE,
         "first_k_dense_replace": 99,
         "moe_layer_freq": 1,
         "topk_method": "greedy",
@@ -77,7 +231,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "time_step_rank": 8,
         "use_bias": False,
         "use_conv_bias": True,
-        "chunk_size": 64,
+        "chunk_size": 32,
         "residual_in_fp32": True,
         "rms_norm": True,
     },
@@ -101,9 +255,30 @@ def write_llama(
     return path
 
 
-def write_config(path: Path, kind: str) -> Path:
-    """Write the config of another kind of model (``mistral``, ``gemma3``, ``deepseek_v2``, ``mamba2``), no weights."""
-    _write_json(path, {**_BASE, **_KINDS[kind]})
+def write_gemma3(path: Path, *, seed: int = 0, **config_overrides: Any) -> Path:
+    """The same for a Gemma 3, with three groups of sliding windows beside one of full attention."""
+    config = {**_BASE, **_KINDS["gemma3"], **config_overrides}
+    _write_json(path, config)
+    weights = {
+        name: tensor * 0 if "norm" in name else tensor  # its norms add one
+        for name, tensor in _llama_weights(config, seed).items()
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, size in (
+            ("pre_feedforward_layernorm", config["hidden_size"]),
+            ("post_feedforward_layernorm", config["hidden_size"]),
+            ("self_attn.q_norm", config["head_dim"]),
+            ("self_attn.k_norm", config["head_dim"]),
+        ):
+            weights[f"{prefix}.{name}.weight"] = torch.zeros(size, dtype=weights["model.norm.weight"].dtype)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def write_config(path: Path, kind: str, **overrides: Any) -> Path:
+    """Write the config of another kind of model, a key of ``_KINDS``, without weights."""
+    _write_json(path, {**_BASE, **_KINDS[kind], **overrides})
     return path
 
 

@@ -182,11 +182,11 @@ def test_during_a_publish(llama_dir: Path, manager: Manager, fault: str, monkeyp
     begin = HostCopier.begin_publish
     struck: list[str] = []
 
-    def striking(self: HostCopier, arena: Any, blocks: Any, offsets: Any) -> Any:
+    def striking(self: HostCopier, *args: Any) -> Any:
         if not struck:
             struck.append(fault)
             strike(manager, fault)
-        return begin(self, arena, blocks, offsets)
+        return begin(self, *args)
 
     with serving(llama_dir, manager) as llm:
         free = free_blocks(llm)

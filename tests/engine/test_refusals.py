@@ -13,25 +13,17 @@ from manager_process import Manager
 from models import write_config
 
 from kvhold.engines.vllm.config import Settings, load_settings
-from kvhold.engines.vllm.stats import METRICS
-from kvhold.engines.vllm.support import Unsupported, check_version, kind_of
+from kvhold.engines.vllm.groups import Unsupported, kept_groups, kind_of
+from kvhold.engines.vllm.stats import LABELS, METRICS
+from kvhold.engines.vllm.support import check_version
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "says"),
-    [
-        ("mistral", {}, "sliding-window attention"),
-        ("gemma3", {}, "groups"),
-        ("deepseek_v2", {"block_size": 16}, "MLA"),
-        ("mamba2", {"block_size": None}, "Mamba"),
-    ],
-)
-def test_models_that_are_not_served_yet(tmp_path: Path, kind: str, options: dict[str, Any], says: str) -> None:
-    folder = write_config(tmp_path / kind, kind)
-    with pytest.raises(ValueError, match=says):
-        engine(folder, connector={"socket": "/nowhere.sock"}, **options)
+def test_mamba_without_prefix_caching_is_refused(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "mamba2", "mamba2")
+    with pytest.raises(ValueError, match="enable_prefix_caching"):
+        engine(folder, connector={"socket": "/nowhere.sock"}, block_size=None, enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize("role", ["scheduler", "worker"])
@@ -48,8 +40,8 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
         with pytest.raises(Unsupported, match="SimpleNamespace"):
             KvHoldConnector(config, KVConnectorRole[role.upper()], cache)
         monkeypatch.undo()
-        monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
-        with pytest.raises(Unsupported, match="pipeline_parallel_size=2"):
+        monkeypatch.setattr(config.parallel_config, "prefill_context_parallel_size", 2)
+        with pytest.raises(Unsupported, match="prefill_context_parallel_size=2"):
             KvHoldConnector(config, KVConnectorRole[role.upper()], cache)
 
 
@@ -89,15 +81,19 @@ def test_supported_versions_of_vllm() -> None:
         check_version(version)
 
 
-def test_draft_models_are_refused(llama_dir: Path) -> None:
-    from kvhold.engines.vllm.support import check_engine
+def test_draft_models_whose_kv_cannot_be_kept_are_refused() -> None:
+    """A restored prompt also skips the draft model's prefill: without its KV the guesses would be spoilt."""
+    import torch
+    from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    parallel = SimpleNamespace(
-        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, nnodes=1
-    )
-    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace(method="eagle3"))
-    with pytest.raises(Unsupported, match="'eagle3'"):
-        check_engine(config, SimpleNamespace(kv_cache_groups=[]))  # type: ignore[arg-type]
+    kv = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float16}
+    full = KVCacheGroupSpec(["a"], FullAttentionSpec(**kv))
+    ring = KVCacheGroupSpec(["b"], CircularBufferSpec(**kv))
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+    assert [group.kind for group in kept_groups(config, KVCacheConfig(9, [], [full, ring]))] == ["full attention"]
+    ring.is_eagle_group = True
+    with pytest.raises(Unsupported, match="draft model"):
+        kept_groups(config, KVCacheConfig(9, [], [full, ring]))
 
 
 def test_prompt_lookup_decoding_is_served(llama_dir: Path, manager: Manager) -> None:
@@ -117,15 +113,22 @@ def test_prompt_lookup_decoding_is_served(llama_dir: Path, manager: Manager) -> 
 
 def test_kinds_are_named() -> None:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import (
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
-    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float16)
-    wide = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float16)
-    window = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float16, sliding_window=64)
-    sliding = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float16, sliding_window=64)
+    kv = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float16}
+    full, wide = FullAttentionSpec(**kv), FullAttentionSpec(**kv | {"num_kv_heads": 2})
     assert kind_of(full) == "full attention"
-    assert kind_of(window) == kind_of(sliding) == "sliding-window attention"
+    assert kind_of(SlidingWindowSpec(**kv, sliding_window=64)) == "sliding-window attention"
     assert kind_of(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full, "b": wide})) == "full attention"
+    for unknown in (CrossAttentionSpec(**kv), SinkFullAttentionSpec(**kv, sink_len=16)):
+        with pytest.raises(Unsupported, match=type(unknown).__name__):
+            kind_of(unknown)
 
 
 def test_the_failure_policy_is_recommended_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +164,11 @@ def test_documented_metrics_are_the_real_ones() -> None:
 
     text = (ROOT / "docs" / "operations.md").read_text()
     engine_part, manager_part = text.split("The engine exports")[1].split("The manager exports")
-    assert dict(re.findall(r"^\| `kvhold:(\w+)_total` \| (.*) \|$", engine_part, re.MULTILINE)) == METRICS
+    found = re.findall(r"^\| `kvhold:(\w+)_total(\{\w+\})?` \| (.*) \|$", engine_part, re.MULTILINE)
+    labels = {name: f"{{{label}}}" for label, names in LABELS.items() for name in names}
+    assert {name: (label, text) for name, label, text in found} == {
+        name: (labels.get(name, ""), text) for name, text in METRICS.items()
+    }
     documented = dict(re.findall(r"^\| `kvhold_(\w+)_total` \| (.*) \|$", manager_part, re.MULTILINE))
     assert documented == COUNTERS | {"evicted": "Objects evicted to make room."}
     labelled = dict(re.findall(r"^\| `kvhold_ssd_(\w+)\{.*\}` \| (.*) \|$", manager_part, re.MULTILINE))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bed import drain, free_blocks, generate, prompt, reference, step
-from kvhold_bed import check_nothing_held, counting, scheduler_side, serving, status, until, worker_side
+from kvhold_bed import check_nothing_held, scheduler_side, serving, status, until, worker_side
 from manager_process import Manager
 from models import write_llama
 
@@ -27,14 +27,16 @@ def test_sources_are_held_until_the_last_rank_has_copied() -> None:
         attachment=1, credit={1: ()}, commit=lambda *_: told.append("commit"), give_back=lambda *_: told.append("back")
     )
     pool: Any = SimpleNamespace(blocks=list(range(100)), free_blocks=lambda blocks: freed.extend(blocks))
-    publishing = Publishing(control, KvHoldStats(), 32, False, lambda _: 0)
-    publishing.bind(pool)
-    publishing._batches = {n: Batch(1, 1, b"", [b"k"], SimpleNamespace(), [7], 0, 0.0) for n in (1, 2)}  # type: ignore[arg-type]
-    publishing.ended(CopyReport({1: {0: 4096}, 2: {1: 4096}}), (4096, 4096))
+    publishing = Publishing(control, KvHoldStats(), False, lambda _: None, lambda _: (), lambda *_: True, None)
+    publishing.bind(pool, SimpleNamespace())  # type: ignore[arg-type]
+    slots: Any = SimpleNamespace()
+    publishing._batches = {n: Batch(1, 0, 1, b"", [b"k"], slots, [7], 0, 0.0) for n in (1, 2)}
+    both = [{0: 4096, 1: 4096}]
+    publishing.ended(CopyReport({1: {0: 4096}, 2: {1: 4096}}), both)
     assert (freed, told) == ([], [])
-    publishing.ended(CopyReport({1: {1: 4096}}), (4096, 4096))
+    publishing.ended(CopyReport({1: {1: 4096}}), both)
     assert (freed, told) == ([7], ["commit"])
-    publishing.ended(CopyReport({2: {0: -1}}), (4096, 4096))
+    publishing.ended(CopyReport({2: {0: -1}}), both)
     assert (freed, told) == ([7, 7], ["commit", "back"])
     assert not publishing.holding
 
@@ -49,26 +51,6 @@ def test_context_length_that_changes_position_encodings_is_part_of_the_identity(
         generate(llm, PROMPTS[:1])
     with serving(folder, manager, max_model_len=512) as llm:
         assert generate(llm, PROMPTS[:1])[0].cached == 0
-
-
-def test_requests_with_an_adapter_are_not_cached(llama_dir: Path, manager: Manager) -> None:
-    """Block hashes name an adapter; they cannot tell a retrained one of the same name."""
-    with serving(llama_dir, manager) as llm, counting() as counts:
-        half = scheduler_side(llm)
-        request: Any = SimpleNamespace(
-            request_id="r",
-            num_tokens=400,
-            num_prompt_tokens=400,
-            block_hashes=[os.urandom(32) for _ in range(12)],
-            skip_reading_prefix_cache=False,
-            lora_request=object(),
-        )
-        assert half.matched_tokens(request, 0) == (0, False)
-        half.allocated(request, SimpleNamespace(), 0)  # type: ignore[arg-type]
-        assert not half._publishing._sources
-        assert counts["tokens_missed_lora"] == 384
-        half.finished(request)
-        half._in_step = False
 
 
 def test_sessions_lost_again_and_again_on_a_living_manager_leave_nothing_behind(

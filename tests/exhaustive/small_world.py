@@ -94,6 +94,7 @@ class Owner:
     credits: dict[int, list[Slot]] = field(default_factory=dict)
     spent: Slot | None = None
     asked: Asked | None = None
+    announced: set[Name] = field(default_factory=set)  # told to be found, and not yet told to be gone
 
     @property
     def scheduler(self) -> int | None:
@@ -264,10 +265,40 @@ class SmallWorld:
         raise AssertionError("work without end")
 
     def _tell(self, event: ev.Event) -> list[Effect]:
-        return self._told(self.core.handle(event, self.now))
+        before = self.known()
+        return self._announced(event, before, self._told(self.core.handle(event, self.now)))
 
     def _step(self) -> list[Effect]:
-        return self._told(self.core.step())
+        before = self.known()
+        return self._announced(None, before, self._told(self.core.step()))
+
+    def _announced(self, event: ev.Event | None, before: dict[Name, int | None], effects: list[Effect]) -> list[Effect]:
+        """All engines watch all that they have open: each was told what went, and of its commits what is there."""
+        after, committed = self.known(), set[Name]()
+        if isinstance(event, ev.Commit) and not any(isinstance(effect, ev.Refuse) for effect in effects):
+            committed = {NAMES[event.keys[at : at + 2]] for at in range(0, len(event.keys), 2)}
+        for owner in self.owners:
+            mine = isinstance(event, ev.Commit) and event.session == owner.scheduler
+            should, removed = owner.announced | (committed if mine else set()), list[Name]()
+            for effect in effects:
+                if isinstance(effect, ev.Added | ev.Removed) and effect.session == owner.scheduler:
+                    assert effect.space in owner.credits, "it is closed"
+                    assert len(effect.keys) == 2, "more than a batch"
+                    if isinstance(effect, ev.Added):
+                        assert mine
+                        owner.announced.add(NAMES[effect.keys])
+                    else:
+                        removed.append(NAMES[effect.keys])
+                        owner.announced.discard(NAMES[effect.keys])
+            if owner.broken or owner.scheduler is None:
+                continue
+            opened = {NAMESPACES[space] for space in owner.credits}
+            owner.announced = {name for name in owner.announced if name[0] in opened}
+            assert owner.announced == {name for name in should & after.keys() if name[0] in opened}
+            gone = {name for name in before.keys() - after.keys() if name[0] in opened}
+            assert gone <= set(removed) <= (gone | committed) - after.keys()
+            assert len(removed) == len(set(removed)), "it was told twice"
+        return effects
 
     def _join(self, engine: int, role: Role) -> list[Effect]:
         owner = self.current(engine)
@@ -314,7 +345,7 @@ class SmallWorld:
         want = self.setting.wants[space]
         refusals = self.refusals
         owner.credits[space] = []
-        opening = ev.Open(owner.scheduler, space, NAMESPACES[space], 0, 2, shards, 1 if want is None else want)
+        opening = ev.Open(owner.scheduler, space, NAMESPACES[space], 0, 2, shards, 1 if want is None else want, True)
         effects = self._tell(opening)
         if self.refusals > refusals:  # it was not closed altogether yet
             del owner.credits[space]
@@ -398,7 +429,8 @@ class SmallWorld:
         revision = 1 if former is None else former.revision + 1
         session, _ = self._ask(engine, Asked(revision, True, [NAMES[key] for key in keys]))
         parts = tuple((NAMESPACES.index(NAMES[key][0]), key) for key in keys)
-        return self._asking(engine, ev.Prepare(session, OP, revision, parts, ahead=len(keys) == 1))
+        used = ((0, A0),) if keys == (A1,) else ()
+        return self._asking(engine, ev.Prepare(session, OP, revision, parts, len(keys) == 1, used))
 
     def _asking(self, engine: int, event: ev.Query | ev.Prepare) -> list[Effect]:
         refusals = self.refusals
@@ -678,10 +710,11 @@ class Canon:
     """A full description of a state without work, in names instead of numbers.
 
     Objects are named by their key, everything else by who holds it; where that leaves a tie, by what comes first, which
-    costs a merge and no more. Left out are: counters; the story; how a heap of lists lags behind them; the order of
-    free slots of a run and of free rows (only a purge in slices sees the numbers of rows); which engine came first
-    (only the order in which they are granted something sees that); clocks, of which only what is left to each deadline
-    counts. What is explored is real all the same: leaving something out can only merge states that differ.
+    costs a merge and no more. Left out are: counters; the story; what was announced; how a heap of lists lags behind
+    them; the order of free slots of a run and of free rows (only a purge in slices sees the numbers of rows); which
+    engine came first (only the order in which they are granted something sees that); clocks, of which only what is left
+    to each deadline counts. What is explored is real all the same: leaving something out can only merge states that
+    differ.
     """
 
     def __init__(self, world: SmallWorld, swap: int) -> None:

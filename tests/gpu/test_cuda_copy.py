@@ -42,17 +42,17 @@ def test_there_and_back(arena: Any, outermost: str) -> None:
         pages = [(start + layer * page, layers * page, page) for layer in range(layers)]
         view = cache.view(blocks, layers, page)
     layout = fold(pages, blocks, str(cache.device))
-    copier = CudaCopier(layout)
+    copier = CudaCopier([layout])
     copier.register(arena)
     try:
         order = torch.randperm(blocks)[:150].tolist()
         offsets = [index * layout.shard_bytes for index in range(150)]
         original = view[order].clone()
-        job = copier.begin_publish(arena, order, offsets)
+        job = copier.begin_publish(arena, 0, order, offsets)
         assert job.wait(30)
         assert job.error is None
         cache.zero_()
-        job = copier.begin_restore(arena, order, offsets)
+        job = copier.begin_restore(arena, [(0, order, offsets)])
         assert job.wait(30)
         assert job.error is None
         torch.cuda.synchronize()
@@ -71,14 +71,14 @@ def test_a_publish_reads_what_the_current_stream_has_written_before(arena: Any) 
 
     blocks, page = 64, 1 << 18
     cache = torch.zeros(blocks * page, dtype=torch.uint8, device="cuda")
-    copier = CudaCopier(fold([(cache.data_ptr(), page, page)], blocks, str(cache.device)))
+    copier = CudaCopier([fold([(cache.data_ptr(), page, page)], blocks, str(cache.device))])
     copier.register(arena)
     try:
         busy = torch.randn(4096, 4096, device="cuda")
         for _ in range(20):
             busy = busy @ busy.T / 4096
         cache.fill_(7)
-        job = copier.begin_publish(arena, list(range(blocks)), [block * page for block in range(blocks)])
+        job = copier.begin_publish(arena, 0, list(range(blocks)), [block * page for block in range(blocks)])
         assert job.wait(60)
         assert job.error is None
         import ctypes

@@ -146,6 +146,13 @@ MUTATIONS: Final = (
         "credits are bounded",
     ),
     Mutation(
+        "slots that were put off for want of time are not looked for",
+        "credits.py",
+        "        self._freed = -1 if more else catalogue.freed  ",
+        "        self._freed = catalogue.freed  ",
+        "nobody waits for slots that are free",
+    ),
+    Mutation(
         "a commit without a shard is taken",
         "credits.py",
         "        if space is None or not whole or event.shards != space.index.shards:\n",
@@ -194,6 +201,64 @@ MUTATIONS: Final = (
         "                yield self.storage.forget(names) if names else []\n",
         "                yield []\n",
         "a bad object is not found again",
+    ),
+    Mutation(
+        "what the engine has itself is leased",
+        "queries.py",
+        "for number, keys in event.parts]\n        used",
+        "for number, keys in (*event.parts, *event.used)]\n        used",
+        "only what was asked for is held",
+    ),
+    Mutation(
+        "what the engine has itself ages",
+        "queries.py",
+        "            catalogue.touch([row for _, row in found], index)\n",
+        "",
+        "what lives in an engine's memory stays",
+    ),
+    # --- events
+    Mutation(
+        "nobody is told what is gone",
+        "catalogue.py",
+        "            self.gone.append((index, key))\n",
+        "            pass\n",
+        "who watches knows what can be found",
+    ),
+    Mutation(
+        "what was not kept is told as stored",
+        "credits.py",
+        "        found = [key for key in keys if space.index.get(key) is not None]\n",
+        "        found = list(keys)\n",
+        "who watches knows what can be found",
+    ),
+    Mutation(
+        "going to a log alone is told as a removal",
+        "catalogue.py",
+        "        self.note(Kind.COOLED, row)\n",
+        "        self.note(Kind.COOLED, row)\n"
+        "        self.gone.append((self.indexes[self.owner[row]], self.key[row]))\n",
+        "who watches knows what can be found",
+    ),
+    Mutation(
+        "what is gone is told after the answer",
+        "queries.py",
+        "        departed, effects = self._common.departed(), list[Effect]()\n",
+        "        departed, effects = list[Effect](), list[Effect]()\n",
+        "events come in the order of what happened",
+    ),
+    Mutation(
+        "who closed a space is told of it",
+        "credits.py",
+        "        self._unwatch(space)\n        self._spaces",
+        "        self._spaces",
+        "only who watches is told",
+    ),
+    Mutation(
+        "a listing passes over what was given another row",
+        "listing.py",
+        "    row = row if moves == now else 0\n",
+        "",
+        "what can be found is listed",
     ),
     # --- budgets
     Mutation(

@@ -130,11 +130,17 @@ class Peer:
         self.expect(wire.Ready)
 
     def open(
-        self, slots: int, namespace: str = NAMESPACE.hex(), space: int = 1, world: int = 1, shard: int = SHARD
+        self,
+        slots: int,
+        namespace: str = NAMESPACE.hex(),
+        space: int = 1,
+        world: int = 1,
+        shard: int = SHARD,
+        watch: bool = False,
     ) -> int:
         """Open a space and wait for its ``slots``; how many credits the manager keeps granted."""
         self.shards[space] = (shard,) * world
-        self.send(wire.Open(space, bytes.fromhex(namespace), 0, KEY_BYTES, self.shards[space], slots))
+        self.send(wire.Open(space, bytes.fromhex(namespace), 0, KEY_BYTES, self.shards[space], slots, watch))
         opened = self.expect(wire.Opened)
         assert not opened.note, opened.note
         self.slots(min(slots, opened.credit))
@@ -185,14 +191,20 @@ class Engine:
     """Both halves of an engine instance with one rank in this process, attached, with ``slots`` of a space."""
 
     def __init__(
-        self, path: Path, instance: str, slots: int = 8, namespace: bytes = NAMESPACE, shard: int = SHARD
+        self,
+        path: Path,
+        instance: str,
+        slots: int = 8,
+        namespace: bytes = NAMESPACE,
+        shard: int = SHARD,
+        watch: bool = False,
     ) -> None:
         self.scheduler, self.worker = Peer(path), Peer(path)
         self.scheduler_token = self.scheduler.join("scheduler", instance)
         self.worker_token = self.worker.join("worker", instance)
         self.worker.map()
         self.scheduler.ready()
-        self.credit = self.scheduler.open(slots, namespace.hex(), shard=shard)
+        self.credit = self.scheduler.open(slots, namespace.hex(), shard=shard, watch=watch)
 
     def store(self, keys: list[int]) -> None:
         """Publish ``keys``, as many at a time as there may be credits."""

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from manager_process import Manager
-from peers import Engine, status, until
+from peers import Engine, keys_of, status, until
 from puppet import environment
 from ssd_load import SMALL, Client, Known
+
+from kvhold import protocol as wire
 
 MIB = 1 << 20
 NAME = "ab" * 32
@@ -118,6 +120,8 @@ def test_with_several_one_must_be_named(sockets: Path) -> None:
         (["limit", "max_objects=1e6"], "max_objects=1e6: '1e6' is not a count; give a whole number"),
         (["limit", "engine_share=half"], "engine_share=half: 'half' is not a share"),
         (["limit", "rate=5"], "rate=5: there is no limit 'rate'; there are: prepared_share"),
+        (["keys", "xyz", "0"], "NAMESPACE: 'xyz' is no namespace; give all 64"),
+        (["keys", NAME, str(1 << 32)], "should be less than or equal to 4294967295"),
         (["explain", "0"], "'0' is neither a block's hash"),
         (["explain", "--", ""], "'' is neither a block's hash"),
     ],
@@ -187,6 +191,36 @@ def test_status_tells_of_directories_and_namespaces(serve: Callable[..., Manager
     assert "of 64MiB, 0 records found at the start, 0 writes queued" in said
     assert "errors" not in said
     assert "rebuilt" not in said
+
+
+def test_keys_are_listed_with_where_they_are(serve: Callable[..., Manager], folder: Path) -> None:
+    manager = serve("--ssd", f"{folder}/ssd:64MiB", "--ssd-min-free", "1MiB", dram="8MiB")
+    client = Client(manager.socket, SMALL, Known())
+    every = list(range(1, 201))
+    client.store(every)
+    kvhold("flush", "--socket", str(manager.socket))
+    space = SMALL.namespace.hex()
+    words = kvhold("keys", "--socket", str(manager.socket), space, "0").split()
+    found = dict(zip(words[::2], words[1::2], strict=True))
+    tiers = client.tiers(every)
+    assert set(tiers) == {1, 2}
+    assert found == {keys_of([key]).hex(): ["", "dram", "ssd"][tier] for key, tier in zip(every, tiers, strict=True)}
+    assert len(words) == 2 * len(found)
+    assert kvhold("keys", "--socket", str(manager.socket), space, "1") == ""
+    assert kvhold("keys", "--socket", str(manager.socket), NAME, "0") == ""
+
+
+def test_explain_says_which_group_cut_a_hit(manager: Manager) -> None:
+    engine = Engine(manager.socket, "one")
+    key = keys_of([77])
+    engine.scheduler.send(wire.Cut(5, 1, key, 14))
+    engine.scheduler.sync()
+    told = f"hit cut by group 0 at block 14: key ...{key.hex()} was not stored"
+    assert told in kvhold("explain", "--socket", str(manager.socket), "5")
+    assert told in kvhold("explain", "--socket", str(manager.socket))
+    assert "cut the hit of operation 5: group 0 at block 14" in kvhold(
+        "explain", "--socket", str(manager.socket), key.hex()
+    )
 
 
 # --- an engine's own manager ------------------------------------------------------------------------------------------

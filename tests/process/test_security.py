@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from manager_process import Manager
-from peers import DEADLINE, KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, status, until
+from peers import DEADLINE, KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, populated, status, until
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel
@@ -152,6 +152,7 @@ SCHEDULERS = [
     wire.Query(1, 1, 1, 0, KEY),
     wire.Lookup(1, ()),
     wire.Prepare(1, 1, ()),
+    wire.Cut(1, 1, KEY, 0),
     wire.Started((1,)),
     wire.Spoiled(1),
     wire.Release(((1, 1),)),
@@ -159,7 +160,7 @@ SCHEDULERS = [
     wire.Return(ONE, EPOCH),
 ]
 HALVES = [wire.Retire(1), wire.Bye()]
-ADMINS = [wire.Status(), wire.Purge(), wire.Flush(), wire.Explain(), wire.Configure({}, {})]
+ADMINS = [wire.Status(), wire.Purge(), wire.Flush(), wire.Explain(), wire.List(NAMESPACE, 0), wire.Configure({}, {})]
 HELLOS = [wire.Hello("admin"), wire.Hello("scheduler", "x"), wire.Hello("worker", "x")]
 
 
@@ -209,6 +210,14 @@ def opened(**changes: object) -> wire.Open:
         (wire.Lookup(1, ((1, KEY),) * 65), "a question of 65 parts"),
         (wire.Prepare(1, 1, ((1, KEY), (1, KEY + b"\0"))), "keys are torn"),
         (wire.Prepare(1, -1, ()), "numbers out of range"),
+        (wire.Prepare(1, 1, (), False, ((1, KEY + b"\0"),)), "keys are torn"),
+        (wire.Prepare(1, 1, ((1, KEY),) * 40, False, ((1, KEY),) * 25), "a question of 65 parts"),
+        (wire.Prepare(1, 1, ((1, KEY * 40_000),), False, ((1, KEY * 40_000),)), "80000 keys, more than 65536"),
+        (wire.Cut(1, 1, KEY + b"\0", 0), "keys are torn"),
+        (wire.Cut(1, 1, b"", 0), "hit cut at block 0 by a key of 0 bytes"),
+        (wire.Cut(1, 1, KEY, -1), "hit cut at block -1"),
+        (wire.Cut(1, 1, KEY, 1 << 32), "hit cut at block 4294967296"),
+        (wire.Cut(-1, 1, KEY, 0), "numbers out of range"),
         (wire.Started((1,) * 70_000), "70000 operations in one message"),
         (wire.Query(1, 1, 1, 0, KEY + b"\0"), "keys are torn"),
         (wire.Release(((1, 1),) * 70_000), "70000 operations in one message"),
@@ -230,6 +239,22 @@ def test_absurd_values(site: Site, message: wire.ClientMessage, reason: str) -> 
     engine = site.engine()
     engine.scheduler.send(message)
     site.refuses(engine.scheduler, reason)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (wire.List(b"", 0), "listing without a proper namespace or group"),
+        (wire.List(NAMESPACE, -1), "listing without a proper namespace or group"),
+        (wire.List(NAMESPACE, 1 << 32), "listing without a proper namespace or group"),
+        (wire.List(NAMESPACE, 0, -1), "numbers out of range"),
+        (wire.List(NAMESPACE, 0, 1 << 62), "numbers out of range"),
+    ],
+)
+def test_absurd_listings(site: Site, message: wire.ClientMessage, reason: str) -> None:
+    admin = site.session("admin")
+    admin.send(message)
+    site.refuses(admin, reason)
 
 
 def test_a_question_about_what_is_being_restored(site: Site) -> None:
@@ -284,9 +309,12 @@ def test_values_that_mean_nothing_are_harmless(site: Site) -> None:
         wire.Retire(most),
         wire.Started((least, most)),
         wire.Spoiled(most),
+        wire.Cut(7, most, b"torn", 0),
+        wire.Prepare(8, 1, (), False, ((most, b"torn"),)),
         wire.Lookup(7, ((most, KEY), (most - 1, b"torn"))),
         wire.Query(9, 1, most, 0, b"torn"),
     )
+    assert engine.scheduler.expect(wire.Answer).op == 8
     assert engine.scheduler.expect(wire.Residency).tiers == (b"", b"")
     assert engine.scheduler.expect(wire.Answer).reason == "detached"
     engine.scheduler.sync()
@@ -352,6 +380,35 @@ def test_a_client_that_never_reads(folder: Path) -> None:
         assert "does not read its answers" in manager.log.read_text()
         neighbour.works(STORED)
         status(manager.socket)
+    finally:
+        manager.kill()
+
+
+def test_a_watcher_that_never_reads(folder: Path) -> None:
+    """Its events are kept for it up to a limit; then it is let go, and who reads is told all the same."""
+    small = "import kvhold.manager.connection as c; c.OUTBOX_LIMIT = 1 << 16; from kvhold.cli import main; main()"
+    manager = Manager(folder, dram="16MiB", program=("-c", small))
+    try:
+        populated(manager.socket)
+        deaf, neighbour = Engine(manager.socket, "deaf"), Engine(manager.socket, "neighbour", slots=200)
+        for space in range(2, 50):
+            deaf.scheduler.open(0, space=space, watch=True)
+        neighbour.scheduler.open(0, space=2, watch=True)
+        admin = Peer(manager.socket)
+        admin.join("admin")
+        removed = 0
+        while "does not read its answers" not in manager.log.read_text():
+            neighbour.store(list(range(1000)))
+            admin.send(wire.Purge())
+            admin.expect(wire.Purged)
+            for _ in range(len(range(0, 1000, 256))):
+                removed += len(neighbour.scheduler.expect(wire.Removed).keys) // KEY_BYTES
+            assert removed % 1000 == 0
+            assert removed < 100_000
+        with pytest.raises(AssertionError, match="closed before Ready"):
+            deaf.scheduler.expect(wire.Ready)
+        neighbour.store(STORED)
+        neighbour.works(STORED)
     finally:
         manager.kill()
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from manager_process import Manager
-from peers import Engine, Peer, http_address, populated, status, until
+from peers import Engine, Peer, http_address, keys_of, populated, status, until
 from prometheus_client.parser import text_string_to_metric_families
 from puppet import environment
 
@@ -289,3 +290,19 @@ def test_refuses_an_address_it_cannot_have(folder: Path) -> None:
     assert "is not an address" in refused(folder / "s", "--http", "127.0.0.1:99999")
     assert "http: 203.0.113.1:1 cannot be bound" in refused(folder / "s", "--http", "203.0.113.1:1")
     assert os.listdir(folder) == []
+
+
+def test_who_watches_is_told_what_can_be_found_and_what_cannot_any_more(manager: Manager) -> None:
+    watcher, deaf = Engine(manager.socket, "one", watch=True), Engine(manager.socket, "two")
+    deaf.store([3, 4])
+    watcher.scheduler.commit([1, 2, 3])
+    assert watcher.scheduler.expect(wire.Stored) == wire.Stored(1, keys_of([1, 2, 3]))
+    admin = Peer(manager.socket)
+    admin.join("admin")
+    admin.send(wire.Purge())
+    gone = watcher.scheduler.expect(wire.Removed)
+    assert (gone.space, sorted(array("Q", gone.keys))) == (1, [1, 2, 3, 4])
+    deaf.scheduler.send(wire.Lookup(9, ((1, keys_of([1, 2, 3, 4])),)))
+    while not isinstance(told := deaf.scheduler.receive(), wire.Residency):
+        assert isinstance(told, wire.Grant), told
+    assert told.tiers == (bytes(4),)

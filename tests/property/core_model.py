@@ -79,6 +79,8 @@ class Space:
     shards: tuple[int, ...]
     want: int
     credits: dict[int, Slot] = field(default_factory=dict)
+    watch: bool = False
+    announced: set[Name] = field(default_factory=set)  # what its engine was told can be found, and not that it is gone
 
     @property
     def size(self) -> int:
@@ -180,6 +182,8 @@ class CoreModel:
         self.ending: set[Name] = set()  # chosen by operations whose end may still be under way
         self.unrecovered: set[Name] = set()  # what is in a log but must not come back
         self.sizes: dict[tuple[bytes, int], int] = {}
+        self.steady: set[Name] = set()  # what was known all the time since a listing has begun
+        self.ever: set[Name] = set()  # and what was at any time
         self.next_session = 1
 
     # --- doing and checking -------------------------------------------------------------------------------------
@@ -232,6 +236,11 @@ class CoreModel:
         self.condemned |= {name for name in fresh if self.purging & {b"", name[0]}}
         for effect in effects:
             self.effect(effect, before)
+        # Of what one commit puts in, the first may give way to the next when there are too many objects.
+        unsure = set(fresh) if core_is_full(self.core) else set[Name]()
+        self.announced(event, before, fresh, effects, unsure)
+        self.steady = (self.steady & after.keys()) - unsure
+        self.ever |= after.keys()
         if not self.core.has_work:
             assert self.doomed.isdisjoint(after), "it outlived a purge"
             self.condemned, self.doomed, self.ending, self.purging = set(), set(), set(), set()
@@ -320,6 +329,49 @@ class CoreModel:
             assert after[name] in fresh[name]
         for name, offset in after.items():
             assert offset is None or self.content.get(offset) == name, "wrong bytes"
+
+    def announced(
+        self, event: Event | None, before: Before, fresh: Fresh, effects: list[Effect], unsure: set[Name]
+    ) -> None:
+        """Who watches a space knows of what it has committed there since whether it can be found.
+
+        But for what is ``unsure``: it may have given way, and been put in again.
+        """
+        after = self.seen
+        told = [effect for effect in effects if isinstance(effect, ev.Added | ev.Removed)]
+        refused = any(isinstance(effect, ev.Refuse) for effect in effects)
+        watching = [
+            (engine.scheduler.id, number, space)
+            for engine in self.engines
+            if engine.scheduler is not None and not engine.broken
+            for number, space in engine.spaces.items()
+            if space.watch
+        ]
+        left: dict[tuple[bytes, int], list[Name]] = {}
+        assert {(effect.session, effect.space) for effect in told} <= {(who, number) for who, number, _ in watching}
+        for who, number, space in watching:
+            should, removed = set(space.announced), list[Name]()
+            if isinstance(event, ev.Commit) and (event.session, event.space) == (who, number) and not refused:
+                should |= set(space.names(two_by_two(event.keys)))
+            for effect in told:
+                if (effect.session, effect.space) != (who, number):
+                    continue
+                names = space.names(two_by_two(effect.keys))
+                assert 0 < len(names) <= SLICE
+                if isinstance(effect, ev.Added):
+                    assert isinstance(event, ev.Commit)
+                    assert event.session == who
+                    space.announced |= set(names)
+                else:
+                    space.announced -= set(names)
+                    removed += names
+            assert space.announced ^ (should & after.keys()) <= unsure
+            assert space.announced <= after.keys()
+            gone = [name for name in before.view.keys() - after.keys() if name[:2] == (space.namespace, space.group)]
+            assert set(gone) <= set(removed)
+            assert set(removed) - set(gone) <= fresh.keys(), "it is still there"
+            assert len(removed) == len(set(removed)) or unsure
+            assert left.setdefault((space.namespace, space.group), removed) == removed, "one was told something else"
 
     def budgets(self, event: Event | None, before: Before, effects: list[Effect]) -> None:
         core, limits, total, after = self.core, self.limits, self.core.arena.total, self.before()
@@ -542,5 +594,15 @@ class CoreModel:
 
 
 def said(effects: list[Effect]) -> list[Effect]:
-    """All but grants, recalls and I/O, which any event may bring."""
-    return [effect for effect in effects if not isinstance(effect, (ev.Grant, ev.Recall, *get_args(ev.ToLog)))]
+    """All but grants, recalls, removals and I/O, which any event may bring."""
+    others = (ev.Grant, ev.Recall, ev.Removed, *get_args(ev.ToLog))
+    return [effect for effect in effects if not isinstance(effect, others)]
+
+
+def core_is_full(core: Core) -> bool:
+    return core.objects + SLICE > core.catalogue.limits.max_objects
+
+
+def two_by_two(packed: bytes) -> list[bytes]:
+    """The keys of the model, two bytes each."""
+    return [packed[at : at + 2] for at in range(0, len(packed), 2)]

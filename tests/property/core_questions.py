@@ -8,6 +8,7 @@ from core_model import (
     Engine,
     Space,
     said,
+    two_by_two,
 )
 from core_rules import Engines, key, rarely, small
 from fake_disks import Name
@@ -19,6 +20,9 @@ from hypothesis.stateful import (
 
 from kvhold.core import events as ev
 from kvhold.core.events import Reason
+from kvhold.core.rows import State
+
+HERE = (State.RESIDENT, State.LEASED)
 
 
 class Questions(Engines):
@@ -100,16 +104,26 @@ class Questions(Engines):
     @precondition(lambda self: self.speakers())
     @rule(
         number=small,
-        parts=st.lists(st.tuples(small, st.integers(0, 1), st.integers(0, 6)), min_size=1, max_size=3),
+        parts=st.lists(st.tuples(small, st.integers(0, 1), st.integers(0, 6)), max_size=3),
         twist=st.sampled_from(["", "", "", "gap", "twice"]),
         op=st.integers(0, 5),
         revision=st.integers(1, 4),
         ahead=st.sampled_from([False, False, True]),
+        used=st.lists(st.tuples(small, st.integers(0, 1), st.integers(0, 6)), max_size=2),
+        torn=rarely,
     )
     def prepare(
-        self, number: int, parts: list[tuple[int, int, int]], twist: str, op: int, revision: int, ahead: bool
+        self,
+        number: int,
+        parts: list[tuple[int, int, int]],
+        twist: str,
+        op: int,
+        revision: int,
+        ahead: bool,
+        used: list[tuple[int, int, int]],
+        torn: bool,
     ) -> None:
-        """Exactly these, of one to three spaces."""
+        """Exactly these, of none to three spaces; and the engine has others itself."""
         engine, at, space = self.aim(number, 0)
         named: list[tuple[int, bytes]] = []
         names: list[Name] = []
@@ -122,11 +136,35 @@ class Questions(Engines):
             if space is not None:
                 names += space.names(keys)
                 demand += len(keys) * space.size
-        one = Asked(revision, True, ahead, engine.spaces.get(named[0][0]), names, chosen=names)
-        self.ask(engine, ev.Prepare(engine.scheduler.id, op, revision, tuple(named), ahead), one, demand=demand)
+        marked: list[tuple[int, bytes]] = []
+        mine: list[Name] = []
+        for which, chain, length in used:
+            at, space = self.some_space(engine, which)
+            keys = self.some_keys(space, which, chain, length, twist if length else "")
+            marked.append((7 if space is None else at, b"".join(keys) + b"!" * torn))
+            mine += space.names(keys) if space is not None else []
+        spaces = [engine.spaces.get(number) for number, _ in (*named, *marked)]
+        # A question about nothing at all is one all the same: it names no space that is not there.
+        one = Asked(revision, True, ahead, spaces[0] if spaces else None, names, chosen=names)
+        event = ev.Prepare(engine.scheduler.id, op, revision, tuple(named), ahead, tuple(marked))
+        calm, clock = not self.core.has_work, self.core.catalogue.recency._clock
+        self.ask(engine, event, one, torn and bool(marked), demand, nothing=not spaces)
+        if calm and number % 2 and (engine.asked.get(op) is one or one.answered) and not one.crowded:
+            self.drain()
+            index_of = self.core.catalogue.find
+            found = [(i, i.get(name[2])) for name in mine if (i := index_of(*name[:2])) is not None]
+            rows = [row for _, row in found if row is not None]
+            stamps = [self.core.catalogue.stamp[row] for row in rows if self.core.catalogue.state[row] in HERE]
+            assert all(stamp > clock for stamp in stamps), "the engine has it, and it ages"
 
     def ask(
-        self, engine: Engine, event: ev.Query | ev.Prepare, one: Asked, torn: bool = False, demand: int = 0
+        self,
+        engine: Engine,
+        event: ev.Query | ev.Prepare,
+        one: Asked,
+        torn: bool = False,
+        demand: int = 0,
+        nothing: bool = False,
     ) -> None:
         """Put a question, of which the model knows whether it is taken, refused, ignored or over budget at once."""
         op, former = event.op, engine.asked.get(event.op)
@@ -141,7 +179,7 @@ class Questions(Engines):
             assert self.core.counters["stale"] == counted + 1
         elif former is not None and former.started is not None:
             self.refused(self.do(event), event.session)
-        elif one.space is None:
+        elif one.space is None and not nothing:
             self.over(engine, op)
             assert said(self.do(event)) == detached
         else:
@@ -204,6 +242,49 @@ class Questions(Engines):
         assert residency == ev.Residency(engine.scheduler.id, 99, expected) or seen != self.seen
         assert self.core.counters["keys_asked"] == counters["keys_asked"]
 
+    @precondition(lambda self: self.speakers())
+    @rule(number=small, which=small, meanwhile=st.lists(st.sampled_from(["io", "store", "step"]), max_size=3))
+    def listed(self, number: int, which: int, meanwhile: list[str]) -> None:
+        """What can be found all the while is in a listing, and once unless it was given another row."""
+        engine = self.speaker(number)
+        _, space = self.some_space(engine, which)
+        if space is None:
+            return
+        self.steady = {name for name in self.seen if name[:2] == (space.namespace, space.group)}
+        self.ever = set(self.seen)
+        moves, found = self.core.catalogue.moves, list[Name]()
+        cursor, first = 0, True
+        while first or cursor:
+            effects = self.do(ev.List(10**6, space.namespace, space.group, cursor))
+            while not (told := [effect for effect in effects if isinstance(effect, ev.Listed)]):
+                effects = self.do(None)
+            names = space.names(two_by_two(told[0].keys))
+            assert len(names) == len(told[0].tiers) <= ev.MAX_LISTED
+            found += names
+            cursor, first = told[0].cursor, False
+            what = meanwhile.pop() if meanwhile else ""
+            if what == "io" and self.disk.flying:
+                self.do(self.disk.finish(min(self.disk.flying)))
+            elif what == "store":
+                self.store(number, which, number % 2, 12)
+            elif what == "step":
+                self.do(None)
+        counted = Counter(found)
+        assert self.steady <= set(found) <= self.ever
+        assert self.core.catalogue.moves != moves or all(counted[name] == 1 for name in self.steady)
+
+    @precondition(lambda self: self.speakers())
+    @rule(number=small, which=small, op=st.integers(0, 5), torn=rarely)
+    def cut(self, number: int, which: int, op: int, torn: bool) -> None:
+        """It is only told of."""
+        engine = self.speaker(number)
+        at, space = self.some_space(engine, which)
+        event = ev.Cut(engine.scheduler.id, op, 7 if space is None else at, b"k" if torn else b"kk", 3)
+        if torn and space is not None and not engine.broken:
+            self.refused(self.do(event), engine.scheduler.id)
+        else:
+            assert said(self.do(event)) == []
+
     # --- what follows an answer ---------------------------------------------------------------------------------
 
     @precondition(lambda self: any(engine.asked for engine in self.speakers()))
@@ -259,7 +340,7 @@ class Questions(Engines):
         self.do(ev.Spoiled(engine.scheduler.id, op))
 
     @precondition(lambda self: self.speakers() and not self.core.has_work)
-    @rule(number=small, op=st.one_of(st.none(), st.integers(0, 5)))
+    @rule(number=small, op=st.one_of(st.none(), st.integers(1, 5)))
     def explained(self, number: int, op: int | None) -> None:
         """Who holds an object is told, and what an operation does."""
         scheduler = self.speaker(number).scheduler

@@ -153,8 +153,13 @@ class Engines(CoreModel):
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
-    @rule(instance=st.sampled_from(sorted(WORLDS)), geometry=st.integers(0, 2), slots=st.integers(1, 3))
-    def arrive(self, instance: str, geometry: int, slots: int) -> None:
+    @rule(
+        instance=st.sampled_from(sorted(WORLDS)),
+        geometry=st.integers(0, 2),
+        slots=st.integers(1, 3),
+        watch=st.booleans(),
+    )
+    def arrive(self, instance: str, geometry: int, slots: int, watch: bool = True) -> None:
         """All that an instance lacks comes."""
         engine = self.engine(instance)
         for part in range(WORLDS[instance] + 1):
@@ -166,7 +171,7 @@ class Engines(CoreModel):
                 self.map_arena(half)
         if engine is not None and engine.scheduler is not None and len(engine.spaces) < 3:
             space = next(number for number in range(3) if number not in engine.spaces)
-            self.open_space(engine, space, geometry, slots)
+            self.open_space(engine, space, geometry, slots, watch)
 
     def engine(self, instance: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.instance == instance and not engine.broken), None)
@@ -275,17 +280,24 @@ class Engines(CoreModel):
     # --- spaces and credits -------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.speakers())
-    @rule(number=small, space=st.integers(0, 2), geometry=st.integers(0, 3), slots=st.integers(0, 8), clash=rarely)
-    def open(self, number: int, space: int, geometry: int, slots: int, clash: bool) -> None:
+    @rule(
+        number=small,
+        space=st.integers(0, 2),
+        geometry=st.integers(0, 3),
+        slots=st.integers(0, 8),
+        clash=rarely,
+        watch=st.booleans(),
+    )
+    def open(self, number: int, space: int, geometry: int, slots: int, clash: bool, watch: bool) -> None:
         engine = self.speaker(number)
         if clash or (space not in engine.spaces and geometry < 3):
-            self.open_space(engine, space, geometry, slots)
+            self.open_space(engine, space, geometry, slots, watch)
 
-    def open_space(self, engine: Engine, space: int, geometry: int, slots: int) -> None:
+    def open_space(self, engine: Engine, space: int, geometry: int, slots: int, watch: bool) -> None:
         scheduler = engine.scheduler
         assert scheduler is not None
         namespace, group, shards = geometry_of(geometry, WORLDS[engine.instance])
-        event = ev.Open(scheduler.id, space, namespace, group, 2, shards, slots)
+        event = ev.Open(scheduler.id, space, namespace, group, 2, shards, slots, watch)
         if engine.broken:
             assert said(self.do(event)) == []
             return
@@ -293,7 +305,7 @@ class Engines(CoreModel):
         if space in engine.spaces or (known is not None and known.shards != shards):
             self.refused(self.do(event), scheduler.id)
             return
-        opened = engine.spaces[space] = Space(namespace, group, shards, slots)
+        opened = engine.spaces[space] = Space(namespace, group, shards, slots, watch=watch)
         self.sizes[namespace, group] = opened.size
         assert self.do(event)[0] == ev.Opened(scheduler.id, space, self.target(opened), "")
 
@@ -301,7 +313,7 @@ class Engines(CoreModel):
         at, space = self.some_space(engine, which)
         if space is None or engine.broken:
             return
-        space.want = 0
+        space.want, space.watch = 0, False
         if not space.credits:
             del engine.spaces[at]
         self.do(ev.Close(engine.scheduler.id, at))

@@ -41,11 +41,11 @@ def test_there_and_back(layout: str, page: int) -> None:
     folded = fold(pages, blocks, "cpu")
     assert len(folded.runs) == 1
     assert folded.shard_bytes == layers * page
-    copier, arena = HostCopier(folded), arena_of(blocks * 8192 * 4)
+    copier, arena = HostCopier([folded]), arena_of(blocks * 8192 * 4)
     offsets = [index * 8192 * 4 for index in range(blocks)]
     order = random.Random(0).sample(range(blocks), 4)
     before = memory.copy()
-    job = copier.begin_publish(arena, order, offsets[:4])
+    job = copier.begin_publish(arena, 0, order, offsets[:4])
     assert job.ended
     assert job.error is None
     assert job.size == 4 * folded.shard_bytes
@@ -58,7 +58,7 @@ def test_there_and_back(layout: str, page: int) -> None:
     # into other blocks: those get the bytes, the rest of the cache keeps its own
     target = [block for block in range(blocks) if block not in order][:3]
     expected = {(layer, block): page_bytes(pages, layer, block) for layer in range(layers) for block in range(blocks)}
-    job = copier.begin_restore(arena, target, offsets[:3])
+    job = copier.begin_restore(arena, [(0, target, offsets[:3])])
     assert not job.ended
     copier.advance()
     assert job.ended
@@ -88,13 +88,14 @@ def test_layers_of_different_pages_fold_into_runs_in_engine_order() -> None:
 
 def test_a_copy_that_fails_ends_with_its_reason() -> None:
     memory, pages = cache("layers outermost", 2, 3, 64)
-    copier = HostCopier(fold(pages, 3, "cpu"))
+    copier = HostCopier([fold(pages, 3, "cpu")])
     arena = arena_of(4096)
-    assert "IndexError" in str(copier.begin_publish(arena, [99], [0]).error)
-    job = copier.begin_restore(arena, [0], [4095])  # beyond the arena's end
+    assert "IndexError" in str(copier.begin_publish(arena, 0, [99], [0]).error)
+    job = copier.begin_restore(arena, [(0, [1, 0], [0, 4095])])  # the second is beyond the arena's end
     copier.advance()
     assert job.error is not None
-    assert copier.begin_publish(arena, [0], [0]).error is None
+    assert job.done == 1
+    assert copier.begin_publish(arena, 0, [0], [0]).error is None
     copier.close()
     assert memory.size
 
@@ -103,21 +104,21 @@ def test_no_copy_engine_for_an_unknown_device() -> None:
     from kvhold.copy.engine import make_copier
 
     with pytest.raises(ValueError, match="'tpu:0'"):
-        make_copier(PagedLayout((), 1, "tpu:0"))
+        make_copier([PagedLayout((), 1, "tpu:0")])
 
 
 def test_restores_advance_in_order_by_what_a_step_may_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, pages = cache("layers outermost", 2, 6, 64)
-    copier = HostCopier(fold(pages, 6, "cpu"))
+    copier = HostCopier([fold(pages[:1], 6, "cpu"), fold(pages, 6, "cpu")])
     arena = arena_of(1 << 16)
     arena.memory[:] = 7
     monkeypatch.setattr("kvhold.copy.host.STEP_BYTES", 3 * 128)
-    first = copier.begin_restore(arena, [0, 1, 2, 3], [0, 128, 256, 384])
-    second = copier.begin_restore(arena, [4, 5], [0, 128])
+    first = copier.begin_restore(arena, [(1, [0, 1, 2], [0, 128, 256]), (0, [3], [384])])
+    second = copier.begin_restore(arena, [(1, [3, 4, 5, 0], [0, 128, 256, 384])])
     ended = []
-    for _ in range(2):
+    for _ in range(3):
         copier.advance()
         ended.append((first.ended, second.ended))
-    assert ended == [(False, False), (True, True)]
+    assert ended == [(False, False), (True, False), (True, True)]
     assert all(page_bytes(pages, layer, block) == b"\x07" * 64 for layer in range(2) for block in range(6))
     assert memory.size

@@ -1,26 +1,30 @@
 """pytest plugin: vLLM's own tests run against kvhold's connector.
 
 Where a test would build a connector of vLLM's, or mock one, it gets :class:`Subject`: both halves of KvHoldConnector,
-unchanged, attached to a real manager, with KV tensors of the size that the test's configuration asks for. Whenever a
-test schedules a step, the worker half carries it out, and its report goes into the next ``update_from_output``.
+unchanged, attached to a real manager, with one worker half per rank and KV tensors of the size that the test's
+configuration asks for. Whenever a test schedules a step, the worker halves carry it out, and what they report goes into
+the next ``update_from_output``.
 
 A test says which requests have how much of their prompt outside (its *script*). Where kvhold could say the same, the
 manager is first made to hold just that, by another engine of the same model, and the connector's own lookup must find
-it; and when the test says that a load has arrived, the worker half must have ended it. What kvhold never says is only
-passed on: a synchronous load, a part of a block, the last token of a prompt.
+it; and when the test says that a load has arrived, the worker halves must have ended it, and every cache group's blocks
+must hold what its layers would have computed. What kvhold never says is only passed on: a synchronous load, a part of a
+block, the last token of a prompt.
 """
 
 import copy
 import inspect
 import logging
+import math
 import tempfile
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -29,17 +33,34 @@ import pytest
 import selection
 import torch
 from manager_process import Manager
+from tests.v1.core import test_scheduler
+from tests.v1.core.utils import create_scheduler
 from tests.v1.kv_connector.unit.utils import MockKVConnector, create_vllm_config
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.model_executor.models import registry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -47,6 +68,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvhold.engines.vllm import connector as product
 from kvhold.engines.vllm import identity
 from kvhold.engines.vllm.connector import KvHoldConnector
+from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.plans import CopyReport, StepPlan
 from kvhold.engines.vllm.support import Unsupported
 
@@ -64,7 +86,7 @@ _subjects: list["Subject"] = []
 
 
 class Subject(KvHoldConnector):
-    """A scheduler half with its worker half, its manager and the test's script.
+    """A scheduler half with its worker halves, its manager and the test's script.
 
     ``live`` ones have no script: what the connector finds is loaded, and the test is told when it has arrived.
     """
@@ -74,30 +96,38 @@ class Subject(KvHoldConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         script = dict(transfer.kv_connector_extra_config)
-        config, cache = _with_manager(vllm_config), _one_group(kv_cache_config)
+        config, cache = _with_manager(vllm_config), _with_groups(kv_cache_config)
         _count("attached")
         super().__init__(config, role, cache)
         self._script: Hits | None = None
         self._mock = MockKVConnector(vllm_config, role, kv_cache_config) if "matched_tokens" in script else None
-        self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self._config, self._cache = config, cache
+        self._groups = kept_groups(config, cache)
+        self._unit = math.lcm(*(group.block_tokens for group in self._groups))
+        self._hash = self._unit  # tokens of a hash; the engine says
         self._donor: Scheduler | None = None
-        self._promised: dict[str, tuple[int, int]] = {}  # blocks [first, last) of requests whose load must succeed
-        self._ended: dict[str, bool] = {}  # loads that the worker half has ended; whether they failed
-        self._steps: dict[int, tuple[CopyReport, set[str]]] = {}  # what the worker half ended: publishes, and loads
-        self._other: KvHoldConnector | None = None
+        self._stocked: dict[str, tuple[int, int]] = {}  # tokens [first, last) that a request was told of
+        self._promised: dict[str, tuple[int, int]] = {}  # the same of requests whose load must succeed
+        self._ended: dict[str, bool] = {}  # loads that the worker halves have ended; whether they failed
+        self._steps: dict[int, tuple[CopyReport, set[str]]] = {}  # what workers ended: publishes, and loads
+        self._ranks: list[tuple[KvHoldConnector, dict[str, torch.Tensor]]] = []
         if role is KVConnectorRole.WORKER:
             return
-        self._other = KvHoldConnector(config, KVConnectorRole.WORKER, cache)
-        self._tensors = _kv_caches(cache)  # the halves know addresses only
-        self._other.register_kv_caches(self._tensors)
-        self.set_xfer_handshake_metadata({0: self._other.get_handshake_metadata()})
+        parallel = config.parallel_config
+        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._ranks = [_rank(config, cache, rank) for rank in range(world)]
+        reports = {rank: worker.get_handshake_metadata() for rank, (worker, _) in enumerate(self._ranks)}
+        self.set_xfer_handshake_metadata(reports)
         _subjects.append(self)
 
     def close(self) -> None:
         self.shutdown()
-        if self._other is not None:
-            self._other.shutdown()
+        for worker, _ in self._ranks:
+            worker.shutdown()
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._hash = kv_cache_manager.block_pool.hash_block_size
 
     # --- the script: tests replace the method on the instance -------------------------------------------------
 
@@ -110,6 +140,15 @@ class Subject(KvHoldConnector):
         else:
             object.__delattr__(self, name)
 
+    @property
+    def config(self) -> Any:
+        """What a test that knows vLLM's mock may change while it runs."""
+        return self._mock.config
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        self._mock.config = value
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.live:
             return self._found(request, num_computed_tokens)
@@ -118,7 +157,7 @@ class Subject(KvHoldConnector):
         elif self._mock is not None:
             said = self._mock.get_num_new_matched_tokens(request, num_computed_tokens)
         elif (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            rest = (request.num_tokens - 1) // self._block * self._block - num_computed_tokens
+            rest = (request.num_tokens - 1) // self._unit * self._unit - num_computed_tokens
             said = (rest, True) if rest > 0 else (0, False)
         else:
             said = 0, False
@@ -130,84 +169,133 @@ class Subject(KvHoldConnector):
         if tokens is None:
             return said
         wanted = tokens > 0 and load_async and not request.skip_reading_prefix_cache
-        first, last = computed // self._block, min(computed + tokens, request.num_tokens - 1) // self._block
+        end = min(computed + tokens, request.num_tokens - 1) // self._unit * self._unit
         if wanted:
-            self._stock(request, last)
+            self._stock(request, end)
         found, found_async = super().get_num_new_matched_tokens(request, computed)
-        if wanted and last > first:
-            least = (last - first) * self._block
+        if wanted and end > computed:
             assert found is not None, f"kvhold had no answer for {request.request_id} within a second"
-            assert found >= least, f"kvhold finds {found} tokens of {request.request_id}, there are {least}"
+            assert found >= end - computed, f"kvhold finds {found} of {end - computed} tokens of {request.request_id}"
             assert found_async, "kvhold's loads are asynchronous"
-            if computed + tokens == last * self._block:
-                self._promised[request.request_id] = first, last
+            self._stocked[request.request_id] = computed, end
         return said
 
     def _found(self, request: Request, computed: int) -> tuple[int | None, bool]:
         found, load_async = super().get_num_new_matched_tokens(request, computed)
         if found:
-            first = computed // self._block
-            self._promised[request.request_id] = first, first + found // self._block
+            self._stocked[request.request_id] = computed, computed + found
         return found, load_async
 
-    def _stock(self, request: Request, blocks: int) -> None:
-        """Have another engine of the same model publish the first blocks of ``request``."""
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens > 0:
+            first, last = self._stocked.pop(request.request_id, (0, 0))
+            if first + num_external_tokens == last:
+                self._promised[request.request_id] = first, last
+
+    def _stock(self, request: Request, tokens: int) -> None:
+        """Have another engine of the same model publish the first ``tokens`` of ``request``."""
         if self._donor is None:
-            self._donor = _donor(self._config, self._cache)
-        tokens, hashes = list(request.all_token_ids), list(request.block_hashes)
-        assert len(hashes) >= blocks
-        _publish(self._donor, tokens[: blocks * self._block], hashes[:blocks])
+            self._donor = _donor(self)
+        hashes = list(request.block_hashes[: tokens // self._hash])
+        assert len(hashes) * self._hash == tokens
+        _publish(self._donor, list(request.all_token_ids)[:tokens], hashes)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         plan = super().build_connector_meta(scheduler_output)
         plan.requests = MockKVConnector.build_connector_meta(self, scheduler_output).requests  # which tests count
         return plan
 
-    # --- the worker's part of a step ----------------------------------------------------------------------------
+    # --- the workers' part of a step ----------------------------------------------------------------------------
 
     def compute(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """The forward pass: every block that it completes then holds its hash."""
+        """The forward pass: every block that it completes then holds the hash of what it ends with."""
+        if zeroed := list(output.new_block_ids_to_zero or ()):
+            for tensor in self._tensors():
+                tensor[zeroed] = 0
+        for source, target in output.kv_cache_block_copies or ():
+            for tensor in self._tensors():
+                tensor[target] = tensor[source]
         for name, scheduled in output.num_scheduled_tokens.items():
             request = scheduler.requests[name]
-            end = min(request.num_computed_tokens // self._block, len(request.block_hashes))
-            start = (request.num_computed_tokens - scheduled) // self._block
-            if start < end:
-                table = scheduler.kv_cache_manager.get_block_ids(name)[0][start:end]
-                for tensor in self._tensors.values():
-                    tensor[table] = _pages(request.block_hashes[start:end], tensor)
+            end = min(request.num_computed_tokens, len(request.block_hashes) * self._hash)
+            start = max(0, request.num_computed_tokens - scheduled)
+            tables = scheduler.kv_cache_manager.get_block_ids(name)
+            for at, group in enumerate(self._groups):
+                self._fill(at, tables[group.index], request, start, end)
+                if group.handed and (end % self._hash or end < request.num_computed_tokens):
+                    self._spoil(at, tables[group.index][(request.num_computed_tokens - 1) // group.block_tokens])
+
+    def _fill(self, at: int, table: list[int], request: Request, start: int, end: int) -> None:
+        """What the computation of tokens ``start`` to ``end`` leaves in blocks of a group."""
+        size, handed = self._groups[at].block_tokens, self._groups[at].handed
+        ends = [] if handed else list(range(start // size * size + size, end + 1, size))
+        if start < end and end % self._hash == 0 and end not in ends:
+            ends.append(end)  # a part of a block, or a state
+        filled = [(table[(each - 1) // size], self._key(request, each)) for each in ends]
+        filled = [(block, key) for block, key in filled if block]
+        for tensor in self._tensors(at) if filled else ():
+            tensor[[block for block, _ in filled]] = _pages([key for _, key in filled], tensor)
+
+    def _spoil(self, at: int, block: int) -> None:
+        """A running state is one of tokens that have no hash."""
+        for tensor in self._tensors(at):
+            tensor[block] = 0
+
+    def _key(self, request: Request, tokens: int) -> bytes:
+        return request.block_hashes[tokens // self._hash - 1]
+
+    def _tensors(self, at: int | None = None) -> list[torch.Tensor]:
+        """Those of a kept group, or all, of all ranks."""
+        groups = self._cache.kv_cache_groups if at is None else [self._cache.kv_cache_groups[self._groups[at].index]]
+        return [tensors[layer] for _, tensors in self._ranks for group in groups for layer in group.layer_names]
 
     def carry_out(self, output: SchedulerOutput) -> None:
-        """Run ``output``'s plan on the worker half, to the end of its copies."""
-        plan, worker = output.kv_connector_metadata, self._other
-        if not isinstance(plan, StepPlan):
+        """Run ``output``'s plan on the worker halves, to the end of its copies."""
+        plan = self._plan_of(output)
+        if plan is None:
             return
-        worker.handle_preemptions(plan)
-        worker.bind_connector_metadata(plan)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
         loads, batches = {load.request for load in plan.loads}, {publish.batch for publish in plan.publishes}
         self._ended = {name: failed for name, failed in self._ended.items() if name not in loads}
-        report = CopyReport()
+        for worker, _ in self._ranks:
+            worker.handle_preemptions(plan)
+            worker.bind_connector_metadata(plan)
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+        report, ended = CopyReport(), [set[str]() for _ in self._ranks]
+        failed: set[str] = set()
         deadline = time.monotonic() + PATIENCE
-        while True:
-            results = worker.get_transfer_results(output.finished_req_ids)
-            self._ended |= {name: name in results.failed_recving for name in results.finished_recving}
-            part = worker.build_connector_worker_meta()
-            report = report.aggregate(part) if part is not None else report
-            if loads <= self._ended.keys() and batches <= report.ended.keys():
-                break
+        while any(loads - mine for mine in ended) or len(report.ended) < len(batches):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the worker half has not ended {plan}")
+                raise TimeoutError(f"the worker halves have not ended {plan}")
+            for mine, (worker, _) in zip(ended, self._ranks, strict=True):
+                results = worker.get_transfer_results(output.finished_req_ids)
+                spoiled = worker.get_block_ids_with_load_errors()
+                assert not (spoiled and len(self._cache.kv_cache_groups) > 1), "the engine does not take those"
+                mine |= results.finished_recving
+                failed |= results.failed_recving
+                failed |= {load.request for load in plan.loads if not spoiled.isdisjoint(load.blocks)}
+                assert failed <= set().union(*ended), "a failure is told no later than the end"
+                if (part := worker.build_connector_worker_meta()) is not None:
+                    report = report.aggregate(part)
             time.sleep(0.0002)
-        worker.clear_connector_metadata()
+        for worker, _ in self._ranks:
+            worker.clear_connector_metadata()
+        self._ended |= {name: name in failed for name in loads}
         self._steps[plan.step] = report, loads
 
-    def reported(self, scheduler: Scheduler, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """``result`` with what the worker half reported of ``output``'s step."""
-        said = result.kv_connector_output
+    def _plan_of(self, output: SchedulerOutput) -> StepPlan | None:
         plan = getattr(output, "kv_connector_metadata", None)
+        if isinstance(plan, MultiKVConnectorMetadata):
+            [plan] = [each for each in plan.metadata if isinstance(each, StepPlan)]
+        return plan if isinstance(plan, StepPlan) else None
+
+    def reported(self, scheduler: Scheduler, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """``result`` with what the worker halves reported of ``output``'s step."""
+        said = result.kv_connector_output
+        plan = self._plan_of(output)
         report, loads = CopyReport(), set()
-        if isinstance(plan, StepPlan):
+        if plan is not None:
             report, loads = self._steps.pop(plan.step, (report, loads))
         if self.live and loads:
             said = KVConnectorOutput(finished_recving=loads)
@@ -215,32 +303,66 @@ class Subject(KvHoldConnector):
             if (promised := self._promised.pop(name, None)) is not None:
                 self._check_arrived(scheduler, name, *promised)
         if report.ended:
-            said = replace(said if said is not None else KVConnectorOutput(), kv_connector_worker_meta=report)
+            several = isinstance(scheduler.connector, MultiConnector)
+            meta = _multiplied(scheduler.connector, self, report) if several else report
+            said = replace(said if said is not None else KVConnectorOutput(), kv_connector_worker_meta=meta)
         return replace(result, kv_connector_output=said)
 
     def _check_arrived(self, scheduler: Scheduler, name: str, first: int, last: int) -> None:
-        assert name in self._ended, f"{name}'s load has arrived, but the worker half never ended it"
-        assert not self._ended[name], f"{name}'s load failed in the worker half"
+        assert name in self._ended, f"{name}'s load has arrived, but the worker halves never ended it"
+        assert not self._ended[name], f"{name}'s load failed in a worker half"
         request = scheduler.requests[name]
-        table = scheduler.kv_cache_manager.get_block_ids(name)[0][first:last]
-        for tensor in self._tensors.values():
-            wanted = _pages(request.block_hashes[first:last], tensor)
-            assert torch.equal(tensor[table], wanted), f"{name}'s blocks {table} do not hold what was loaded"
+        tables = scheduler.kv_cache_manager.get_block_ids(name)
+        for at, group in enumerate(self._groups):
+            size, table = group.block_tokens, tables[group.index]
+            wanted = [
+                (table[block], self._key(request, min((block + 1) * size, last)))
+                for block in range(first // size, -(-last // size))
+                if table[block] and not (group.window and (block + 1) * size <= last - group.window + 1)
+            ]
+            if not wanted and not (group.whole or group.handed or group.window):
+                continue  # a chunk that begins with the next token needs nothing of the former ones
+            assert wanted, f"group {group.index} of {name} has no block for what was loaded"
+            blocks = [block for block, _ in wanted]
+            for tensor in self._tensors(at):
+                pages = _pages([key for _, key in wanted], tensor)
+                assert torch.equal(tensor[blocks], pages), f"{name}'s blocks {blocks} do not hold what was loaded"
         _count("loads")
+        if len(self._groups) > 1:
+            _count("hybrid loads")
+
+
+def _rank(config: VllmConfig, cache: KVCacheConfig, rank: int) -> tuple[KvHoldConnector, dict[str, torch.Tensor]]:
+    config = copy.copy(config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.rank = rank
+    worker = KvHoldConnector(config, KVConnectorRole.WORKER, cache)
+    tensors = _kv_caches(cache)  # the halves know addresses only
+    worker.register_kv_caches(tensors)
+    return worker, tensors
+
+
+def _multiplied(parent: Any, child: Subject, report: CopyReport) -> MultiKVConnectorWorkerMetadata:
+    """``report`` as MultiConnector hands it to ``child``."""
+    parts = tuple(report if each is child else None for each in parent._connectors)
+    return MultiKVConnectorWorkerMetadata(metadata=parts)
 
 
 def _with_manager(config: VllmConfig, **changes: Any) -> VllmConfig:
-    """A copy of ``config`` for kvhold: its settings instead of those of the connector that the test named."""
+    """A copy of ``config`` for kvhold: its settings instead of those of the connector that the test named.
+
+    A test may build two schedulers of one configuration, which in life are two engines."""
     config = copy.copy(config)
     settings = {"socket": str(_socket), "step_budget_ms": 1000, "answer_deadline_ms": 1000}
     transfer = copy.copy(config.kv_transfer_config)
-    for name, value in {"kv_connector_extra_config": settings, **changes}.items():
+    named = {"kv_connector_extra_config": settings, "engine_id": str(uuid.uuid4())}
+    for name, value in {**named, **changes}.items():
         setattr(transfer, name, value)
     config.kv_transfer_config = transfer
     return config
 
 
-def _one_group(cache: KVCacheConfig) -> KVCacheConfig:
+def _with_groups(cache: KVCacheConfig) -> KVCacheConfig:
     """``cache``, or a minimal one for tests that have no need of any."""
     if cache.kv_cache_groups:
         return cache
@@ -250,65 +372,68 @@ def _one_group(cache: KVCacheConfig) -> KVCacheConfig:
 
 def _pages(hashes: list[bytes], tensor: torch.Tensor) -> torch.Tensor:
     """Blocks of ``tensor`` that hold ``hashes``, each over and over."""
-    rows = [torch.frombuffer(bytearray(key), dtype=torch.uint8) for key in hashes]
     size = tensor.shape[1]
+    rows = [torch.frombuffer(bytearray(key), dtype=torch.uint8) for key in hashes]
     return torch.stack([row.repeat(-(-size // len(row)))[:size] for row in rows])
 
 
 def _kv_caches(cache: KVCacheConfig) -> dict[str, torch.Tensor]:
-    """One allocation, layer by layer, as vLLM makes it."""
-    [group] = cache.kv_cache_groups
-    layers = torch.zeros(
-        (len(group.layer_names), cache.num_blocks, group.kv_cache_spec.page_size_bytes), dtype=torch.uint8
-    )
-    return dict(zip(group.layer_names, layers, strict=True))
+    """One allocation for each group, layer by layer, as vLLM makes it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for group in cache.kv_cache_groups:
+        size = group.kv_cache_spec.page_size_bytes
+        layers = torch.zeros((len(group.layer_names), cache.num_blocks, size), dtype=torch.uint8)
+        tensors |= zip(group.layer_names, layers, strict=True)
+    return tensors
 
 
 # Another engine of the same model, whose prompts the manager then holds
 
 
-def _donor(config: VllmConfig, cache: KVCacheConfig) -> Scheduler:
-    block = cache.kv_cache_groups[0].kv_cache_spec.block_size
-    config = _with_manager(config, kv_connector=SUBJECT, kv_role="kv_both", engine_id="donor")
+def _donor(subject: Subject) -> Scheduler:
+    unit = subject._unit
+    config = _with_manager(subject._config, kv_connector=SUBJECT, kv_role="kv_both")
     config.scheduler_config = copy.copy(config.scheduler_config)
-    config.scheduler_config.max_num_batched_tokens = 7 * block - 1  # chunks that end inside of a block
+    config.scheduler_config.max_num_batched_tokens = 7 * unit - 1  # chunks that end inside of a block
     config.scheduler_config.enable_chunked_prefill = True
+    config.scheduler_config.async_scheduling = False
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = 2048
     return Scheduler(
         vllm_config=config,
-        kv_cache_config=replace(cache, num_blocks=2048),
+        kv_cache_config=replace(subject._cache, num_blocks=2048),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=block,
-        hash_block_size=block,
+        block_size=unit,
+        hash_block_size=subject._hash,
     )
 
 
 def _publish(donor: Scheduler, tokens: list[int], hashes: list[bytes]) -> None:
-    """Run a prompt of ``tokens`` on the donor until the manager says that it has all of its blocks."""
+    """Run a prompt of one token more than ``tokens`` on the donor until the manager has what a hit on those needs."""
     deadline = time.monotonic() + PATIENCE
-    while _resident(donor, tokens, hashes) < len(hashes):
+    prompt = [*tokens, 0]
+    while _resident(donor, prompt, hashes) < len(tokens):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the donor could not publish {len(hashes)} blocks")
-        donor.add_request(_request("prompt", tokens, hashes))
+            raise TimeoutError(f"the donor could not publish {len(tokens)} tokens")
+        donor.add_request(_request("prompt", prompt, hashes))
         while donor.has_requests():
             output = donor.schedule()
             names = list(output.num_scheduled_tokens)
-            done = [donor.requests[name].num_computed_tokens >= len(tokens) for name in names]
+            done = [donor.requests[name].num_computed_tokens >= len(prompt) for name in names]
             indices = {name: at for at, name in enumerate(names)}
             sampled = [[0] if now else [] for now in done]
             donor.update_from_output(output, ModelRunnerOutput(names, indices, sampled_token_ids=sampled))
         donor.reset_prefix_cache()
 
 
-def _resident(donor: Scheduler, tokens: list[int], hashes: list[bytes]) -> int:
-    """Leading blocks of a prompt that the manager has."""
+def _resident(donor: Scheduler, prompt: list[int], hashes: list[bytes]) -> int:
+    """Leading tokens of a prompt that an engine without any could restore."""
     connector = donor.connector
-    question = _request("question", [*tokens, 0], hashes)
+    question = _request("question", prompt, hashes)
     found, _ = KvHoldConnector.get_num_new_matched_tokens(connector, question, 0)
-    connector.request_finished_all_groups(question, ([],))
+    connector.request_finished_all_groups(question, tuple([] for _ in connector._cache.kv_cache_groups))
     donor.update_from_output(donor.schedule(), ModelRunnerOutput([], {}))  # a question belongs to a step
-    return (found or 0) // connector._block
+    return found or 0
 
 
 def _request(name: str, tokens: list[int], hashes: list[bytes]) -> Request:
@@ -345,6 +470,8 @@ def _hook_scheduler() -> None:
 
 
 def _subject_of(scheduler: Scheduler) -> Subject | None:
+    if isinstance(scheduler.connector, MultiConnector):
+        return next((each for each in scheduler.connector._connectors if isinstance(each, Subject)), None)
     if isinstance(scheduler.connector, Mock):
         found = vars(scheduler.connector).get("subject")
         return found if type(found) is Subject else None
@@ -402,12 +529,70 @@ def _all_schedulers(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, name, _by_default(create, wanted))
 
 
+def _states(block_size: int) -> MambaSpec:
+    return MambaSpec(block_size=block_size, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+_SPEC: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+GROUPS: dict[str, list[KVCacheSpec]] = {
+    "one-group": [],
+    "window": [SlidingWindowSpec(**_SPEC, sliding_window=100)],
+    "chunks": [ChunkedLocalAttentionSpec(**_SPEC, attention_chunk_size=64)],
+    "states": [_states(16)],
+    "partial-blocks": [_states(64)],  # hits may end inside of a block
+}
+"""Cache groups that the random test is given besides its own."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if _file(metafunc.definition).attach == "random":
+        metafunc.fixturenames.append("kvhold_groups")
+        metafunc.parametrize("kvhold_groups", list(GROUPS), indirect=True)
+
+
+@pytest.fixture
+def kvhold_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random test's schedulers have these groups."""
+
+    def build(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, **kwargs: Any) -> Scheduler:
+        vllm_config.cache_config.mamba_cache_mode = "align"
+        groups = [KVCacheGroupSpec([f"layer {at}"], spec) for at, spec in enumerate(GROUPS[request.param])]
+        cache = replace(kv_cache_config, kv_cache_groups=[*kv_cache_config.kv_cache_groups, *groups])
+        register_all_kvcache_specs(vllm_config)
+        unit = max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+        return Scheduler(vllm_config=vllm_config, kv_cache_config=cache, **(kwargs | {"block_size": unit}))
+
+    if GROUPS[request.param]:
+        monkeypatch.setattr(test_scheduler, "Scheduler", build)
+
+
 def _random(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Random requests, live; without images, since the stand-in for the model takes none."""
     _all_schedulers(module, patch)
     patch.setattr(Subject, "live", True)
     create = module._create_random_request
     patch.setattr(module, "_create_random_request", lambda **kwargs: create(**(kwargs | {"num_mm_item_range": (0, 0)})))
+
+
+def _configured(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Schedulers for which the test writes the configuration itself."""
+    config, transfer = module.VllmConfig, KVTransferConfig(kv_connector=SUBJECT, kv_role="kv_both")
+    patch.setattr(module, "VllmConfig", lambda **kwargs: config(**({"kv_transfer_config": transfer} | kwargs)))
+
+
+def _streaming(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Sessions whose prompt grows. The test's scheduler has mocks for a configuration, and its requests no hashes."""
+    settings = {"num_blocks": 1000, "max_model_len": 1024, "skip_tokenizer_init": True, "enable_prefix_caching": True}
+    patch.setattr(module, "create_scheduler", lambda: create_scheduler(use_kv_connector=SUBJECT, **settings))
+    original = module.DummyRequest
+
+    class Hashed(original):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._block_hasher = get_request_block_hasher(16, sha256)
+            self.update_block_hashes()
+
+    patch.setattr(module, "DummyRequest", Hashed)
 
 
 def _by_default(create: Callable[..., Scheduler], connector: Any) -> Callable[..., Scheduler]:
@@ -427,16 +612,47 @@ def _children(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "MockHMAConnector", Subject)
 
 
+def _second_child(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Ours is MultiConnector's second child, live. The test reads plans of the connector that it replaces."""
+
+    class Plan(StepPlan):
+        store_event = -1
+
+        @property
+        def load_gpu_blocks(self) -> list[int]:
+            return [block for load in self.loads for block in load.blocks]
+
+    class Child(Subject):
+        live = True
+        scheduler_manager = SimpleNamespace(_expected_worker_count=1)
+        stored = -1
+
+        def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
+            plan = super().build_connector_meta(scheduler_output)
+            self.stored = plan.step if plan.publishes else self.stored  # the test looks a step later than we store
+            plan.__class__, plan.store_event = Plan, self.stored
+            return plan
+
+    patch.setitem(KVConnectorFactory._registry, "SimpleCPUOffloadConnector", lambda: Child)
+    patch.setattr(module, "SimpleCPUOffloadMetadata", Plan)
+    patch.setattr(module, "SimpleCPUOffloadWorkerMetadata", lambda **_: CopyReport())
+
+
 def _handshake(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """The engine gives our class the reports of all stages."""
+
     class Handshaken(KvHoldConnector):
         def __init__(self) -> None:
             _count("attached")
+            self._scheduler = None
             self.legacy_metadata: dict[int, Any] | None = None
+            self.pp_aware_metadata: dict[tuple[int, int], Any] | None = None
 
-        def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-            self.legacy_metadata = metadata
+        def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+            super().set_xfer_handshake_metadata_pp_aware(metadata)
+            self.pp_aware_metadata = metadata
 
-    patch.setattr(module, "_LegacyConnector", Handshaken)
+    patch.setattr(module, "_PPAwareConnector", Handshaken)
 
 
 def _recorder(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -468,8 +684,9 @@ class Recorder(Subject):
 def _runner_v2(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """The mocked worker half passes each call on to a real one."""
     real = Subject(create_vllm_config(kv_connector=SUBJECT), KVConnectorRole.WORKER, KVCacheConfig(0, [], []))
-    real._tensors = _kv_caches(real._cache)
-    real.register_kv_caches(real._tensors)
+    tensors = _kv_caches(real._cache)
+    real.register_kv_caches(tensors)
+    real._ranks = [(real, tensors)]
     _subjects.append(real)
 
     class Through(Mock):
@@ -561,6 +778,8 @@ def kvhold_subject(
     _counts.clear()
     _guard.seen.clear()
     globals()[f"_{_file(request.node).attach}"](request.module, monkeypatch)
+    if _file(request.node).attach == "random":
+        request.getfixturevalue("kvhold_groups")
     yield
     for subject in reversed(_subjects):
         subject.close()
@@ -568,7 +787,7 @@ def kvhold_subject(
     attached, name = _counts["attached"] > 0, request.node.nodeid.split("::")[0]
     _files[name] = _files.get(name, False) or attached
     _totals["tests"] += attached
-    _totals["loads"] += _counts["loads"]
+    _totals.update({name: _counts[name] for name in ("loads", "hybrid loads")})
     assert not _guard.seen, "\n".join(_guard.seen)
 
 
@@ -581,5 +800,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name in (name for name, attached in _files.items() if not attached):
         terminalreporter.write_line(f"ERROR {name}: no test had kvhold's connector")
     terminalreporter.write_line(
-        f"kvhold took part in {_totals['tests']} tests; {_totals['loads']} loads were checked byte by byte"
+        f"kvhold took part in {_totals['tests']} tests; {_totals['loads']} loads were checked byte by byte, "
+        f"{_totals['hybrid loads']} of them of several cache groups"
     )

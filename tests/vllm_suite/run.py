@@ -8,6 +8,7 @@ import argparse
 import fnmatch
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -23,6 +24,15 @@ BUILD = ("setuptools-rust==1.13.0", "setuptools-scm==10.3.4", "semantic-version=
 """What pip runs of the source package, to learn its name, imports these."""
 UNWANTED = f"vllm-{VERSION}/tests/conftest.py"
 """It imports packages that none of the selected tests needs."""
+WHOLE = (
+    selection.UNIT,
+    selection.CORE,
+    "tests/v1/kv_connector/",
+    "tests/v1/kv_offload/",
+    "tests/v1/simple_kv_offload/",
+)
+MENTIONS = re.compile(r"KVConnector|kv_connector|KVTransferConfig|kv_transfer_config|\bScheduler\(|create_scheduler\(")
+"""Files that concern connectors: all of those folders, and who writes one of these."""
 OPT = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
@@ -117,18 +127,21 @@ def download(folder: Path) -> Path:
 
 
 def check_complete(root: Path) -> None:
-    """Every file of vLLM's connector unit tests is either run or left out for a reason."""
-    unit = root / selection.UNIT
-    names = [str(path.relative_to(unit)) for path in unit.rglob("test_*.py")]
-    known = [path.removeprefix(selection.UNIT) for path in selection.FILES] + list(selection.OTHERS)
-    if missing := [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in known)]:
+    """Every file that concerns connectors is either run or left out for a reason."""
+    known = [*selection.FILES, *others()]
+    files = [(str(path.relative_to(root)), path) for path in (root / "tests").rglob("test_*.py")]
+    concerned = [name for name, path in files if name.startswith(WHOLE) or MENTIONS.search(path.read_text())]
+    if missing := [name for name in concerned if not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)]:
         raise SystemExit(f"selection.py does not speak of {', '.join(sorted(missing))}")
+
+
+def others() -> dict[str, str]:
+    return {selection.UNIT + path: why for path, why in selection.OTHERS.items()} | selection.ELSEWHERE
 
 
 def table() -> str:
     rows = [(path, "; ".join(_notes(file))) for path, file in selection.FILES.items()]
-    others = {selection.UNIT + path: why for path, why in selection.OTHERS.items()} | selection.ELSEWHERE
-    rows += [(path, f"does not apply: {why}") for path, why in others.items()]
+    rows += [(path, f"does not apply: {why}") for path, why in others().items()]
     lines = [f"| `{path}` | {notes} |" for path, notes in ((path, notes.replace("|", "\\|")) for path, notes in rows)]
     return "\n".join(["| vLLM's tests | against kvhold |", "|---|---|", *lines])
 

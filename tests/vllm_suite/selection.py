@@ -8,6 +8,7 @@ CORE = "tests/v1/core/"
 
 MODELS = {
     "facebook/opt-125m": "opt",
+    "facebook/opt-350m": "opt",
     "Qwen/Qwen2.5-VL-3B-Instruct": "opt",  # only its name is used
 }
 """Configurations that the tests look up by these names, and what stands in for them."""
@@ -37,16 +38,13 @@ class File:
         return next((why for pattern, why in self.refused.items() if re.fullmatch(pattern, test)), None)
 
 
-_GROUPS = "more than one KV-cache group"
-_WINDOW = "a sliding or chunked window"
-_STAGES = "pipeline parallelism"
 _HANDOFF = "hands KV to one named peer; kvhold does not"
 _DELIVERY = "wants a producer to insist on delivery; to kvhold a publish that does not happen is a later miss"
+_UNEQUAL = "for connectors that complete a local hit of unequal depth; kvhold does not say that it does"
+_MODE = "Mamba states of the cache mode 'none'"
 
 FILES = {
-    UNIT + "test_kv_load_failure_recovery.py": File(
-        "schedulers", refused={"test_block_level_load_failure_fails_closed_with_multiple_groups": _GROUPS}
-    ),
+    UNIT + "test_kv_load_failure_recovery.py": File("schedulers"),
     UNIT + "test_invalid_blocks_correctness.py": File("schedulers"),
     UNIT + "test_cache_pollution_prevention.py": File("schedulers"),
     UNIT + "test_error_propagation.py": File("schedulers"),
@@ -57,22 +55,17 @@ FILES = {
             "test_full_block_prompt": "expects the last token of the prompt to be loaded",
         },
         refused={
-            "test_p_side_chunked_prefill_mamba": _GROUPS,
-            r"test_async_load_reserves_blocks_for_promotion_margin\[(multiple-groups|different-block-sizes)\]": _GROUPS,
-            r"test_async_load_does_not_double_reserve_mamba_spec_blocks\[.*\]": _GROUPS,
+            "test_p_side_chunked_prefill_mamba": _MODE,
+            r"test_async_load_does_not_double_reserve_mamba_spec_blocks\[none.*\]": _MODE,
         },
     ),
     UNIT + "test_kv_connector_lifecycle.py": File("recorder"),
     UNIT + "test_hma_auto_config.py": File(
         "registry", without={"test_explicit_hma_with_non_hma_connector_errors_at_factory": "another connector's"}
     ),
-    UNIT + "test_handshake_pp_aggregation.py": File(
-        "handshake",
-        without={
-            "test_engine_passes_handshake_metadata_through_for_pp_aware_connector": "for connectors that know of stages"
-        },
-    ),
+    UNIT + "test_handshake_pp_aggregation.py": File("handshake", only="pp_aware"),
     UNIT + "test_multi_connector.py": File("children", only="hma_support_detection|divergent_local_hybrid_hit"),
+    UNIT + "test_nixl_simple_cpu_offload.py": File("second_child"),
     "tests/v1/worker/test_gpu_kv_connector.py": File("runner_v2"),
     CORE + "test_scheduler.py": File(
         "all_schedulers",
@@ -80,12 +73,7 @@ FILES = {
             "test_reset_connector_cache_no_connector_is_no_op_success": "about an engine without a connector",
             "test_remote_kv_promotion_drains_before_grammar_prefix": "a mock replaces the connector",
             "test_scheduler_kv_connector_stats": "a mock replaces the connector",
-        },
-        refused={
-            "test_async_scheduling_pp_allows_rescheduling_with_output_placeholders": _STAGES,
-            "test_diffusion_read_deferral_keeps_a_longer_pp_wait": _STAGES,
-            r"test_hybrid_per_group_hit_divergence_with_connector\[.*\]": _GROUPS,
-            r"test_hybrid_fa_deeper_hit_respects_connector_lookup_policy\[.*\]": _GROUPS,
+            "test_hybrid_fa_deeper_hit_respects_connector_lookup_policy[True-16-6-80]": _UNEQUAL,
         },
     ),
     CORE + "test_async_scheduler.py": File(
@@ -94,21 +82,20 @@ FILES = {
             "test_requires_kv_delivery_defaults_to_producer_role": _DELIVERY,
             "test_kv_pressure_preempt_mid_handoff[kv_producer-False]": _DELIVERY,
         },
-        refused={},
     ),
     CORE + "test_deferred_block_free.py": File("all_schedulers"),
     CORE + "test_swa_inflight_window_free.py": File(
-        "all_schedulers",
-        only="^test_(swa_free|chunked_local_free|connector_finish)",
-        refused={".*": _WINDOW},
+        "all_schedulers", only="^test_(num|swa_free|chunked_local_free|conn)"
     ),
-    CORE + "test_prefix_replay.py": File(
-        "schedulers",
-        only="remote_kv|kv_load|ignored.True",
-        refused={".*": _GROUPS},
-    ),
+    CORE + "test_prefix_replay.py": File("all_schedulers"),
+    CORE + "test_worker_slot_overflow.py": File("all_schedulers"),
+    CORE + "test_priority_preemption_bug.py": File("configured"),
+    "tests/v1/spec_decode/test_dynamic_sd.py": File("all_schedulers", only="scheduler"),
+    "tests/v1/streaming_input/test_scheduler_streaming.py": File("streaming"),
     CORE + "test_priority_scheduler_random.py": File(
-        "random", only=r"\[preemption-None-(True|False)\]|\[preemption-5-True\]", quick=False
+        "random",
+        only=r"one-group.*preemption-(None-|5-True)|(window|chunks|states|partial).*preemption-None-True",
+        quick=False,
     ),
 }
 
@@ -122,29 +109,60 @@ OTHERS = {
     "test_hidden_states_connector.py": "a connector that extracts hidden states",
     "test_hisparse_*.py": "HiSparse, vLLM's own host pool",
     "test_lmcache_*.py": "LMCache's connector",
-    "test_mooncake_*.py": "Mooncake's connector and store",
+    "test_mooncake_*.py": "Mooncake's connector and store: the parts of its scheduler and worker, one by one",
     "test_moriio_*.py": "MoRI-IO's connector and proxy; needs msgpack",
-    "test_nixl_*.py": "NIXL's connector",
+    "test_nixl_[!s]*.py": "NIXL's connector",
     "test_offloading_connector.py": "OffloadingConnector in a whole engine; needs a GPU and a model",
     "test_output_aggregator.py": "vLLM's aggregator of worker outputs: no connector takes part",
     "test_remote_decode_lifecycle.py": _HANDOFF,
     "test_scheduler_kv_connector_override.py": "replaces a method of vLLM's scheduler for a connector that needs it",
-    "test_simple_cpu_offload_*.py": "SimpleCPUOffloadConnector",
+    "test_simple_cpu_offload_*.py": "SimpleCPUOffloadConnector: its settings and metrics",
     "test_tp_mapping.py": "how NIXL maps ranks of one engine to those of another",
     "test_transfer_topology_sharded.py": "how NIXL maps ranks of one engine to those of another",
-    "offloading_connector/test_*.py": "OffloadingConnector",
+    "offloading_connector/test_*.py": "OffloadingConnector: a mock of its manager says what is stored and loaded",
 }
 """The rest of vLLM's connector unit tests, by pattern under ``UNIT``."""
 
+_POOL = "vLLM's block pool and its groups, below a connector"
+_HUB = "whole engines with models from the hub, some on GPUs; `tests/engine` does the same against kvhold"
+_NO_KV = "no KV cache takes part"
+_MENTION = "mentions a connector's settings; none takes part"
+
 ELSEWHERE = {
-    CORE + "prefix_cache/, test_prefix_caching.py, test_kv_cache_*.py": "vLLM's block pool, below a connector",
-    CORE + "test_priority_preemption_bug.py": "builds its scheduler without a connector, in one function",
-    CORE + "test_scheduler_e2e.py, test_reset_prefix_cache_e2e.py": "whole engines with models from the hub; "
-    "`tests/engine` does the same against kvhold",
+    CORE + "prefix_cache/test_hybrid_prefix_cache_hit_rate.py": _HUB,
+    CORE + "prefix_cache/test_[mp]*.py": _POOL + "; what would be a connector is a stand-in of two methods",
+    CORE + "test_prefix_caching.py": _POOL + ", and HiSparse",
+    CORE + "test_kv_*.py": _POOL,
+    CORE + "test_single_type_kv_cache_manager.py": _POOL,
+    CORE + "test_mamba_align_chunk_split.py": _POOL,
+    CORE + "test_contiguous_kv_packing.py": _POOL,
+    CORE + "test_encoder_cache_manager.py": _NO_KV,
+    CORE + "test_output.py": _NO_KV,
+    CORE + "test_repetition_detection.py": _NO_KV,
+    CORE + "test_scheduler_e2e.py": _HUB,
+    CORE + "test_reset_prefix_cache_e2e.py": _HUB,
+    "tests/v1/simple_kv_offload/*": "SimpleCPUOffloadConnector's scheduler and its pool; whole engines on a GPU",
+    "tests/v1/kv_offload/*": "the insides of vLLM's own offloading",
+    "tests/v1/kv_connector/*_integration/*": "two or more servers with NIXL or Mooncake between them",
+    "tests/v1/ec_connector/*": "connectors for an encoder's outputs",
+    "tests/v1/e2e/general/*": _HUB,
     "tests/v1/engine/test_abort_final_step.py": "needs CUDA and a model from the hub",
     "tests/v1/engine/test_engine_core.py": "its tests with a connector need a multimodal model",
-    "tests/v1/kv_offload/, tests/v1/simple_kv_offload/": "the insides of vLLM's own offloading",
-    "tests/v1/kv_connector/*_integration/": "two or more servers with NIXL or Mooncake between them",
+    "tests/v1/engine/*": _MENTION,
+    "tests/v1/executor/test_executor.py": "vLLM's aggregator of worker outputs: no connector takes part",
+    "tests/v1/spec_decode/test_dflash*.py": "needs the configurations of two models from the hub",
+    "tests/v1/worker/*": "GPU model runners with a stand-in for a connector",
+    "tests/v1/metrics/*": _MENTION,
+    "tests/v1/attention/*": _MENTION,
+    "tests/models/*": _HUB,
+    "tests/evals/*": _HUB,
     "tests/distributed/test_kvlayout.py": "connectors that ask for a KV layout; kvhold takes any it can read",
+    **dict.fromkeys(
+        (
+            "tests/test_config.py",
+            *(f"tests/{folder}/*" for folder in ("config", "entrypoints", "model_executor", "platforms", "tools")),
+        ),
+        _MENTION,
+    ),
 }
-"""Tests in other folders that mention connectors."""
+"""Tests in other folders that name a connector or build a scheduler, and all others of ``CORE``, by pattern."""

@@ -5,6 +5,7 @@ import typer
 from kvhold import __version__
 from kvhold.cli.demo import demo
 from kvhold.cli.explain import explain
+from kvhold.cli.keys import keys
 from kvhold.cli.limit import limit
 from kvhold.cli.serve import serve
 from kvhold.cli.ssd import inspect, verify
@@ -16,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Keeps the KV cache of LLM engines outside the engine: shared, restored instead of recomputed.",
 )
-for _command in (serve, status, explain, limit, flush, purge, verify, inspect, demo):
+for _command in (serve, status, explain, keys, limit, flush, purge, verify, inspect, demo):
     app.command()(_command)
 
 

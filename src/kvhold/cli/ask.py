@@ -38,25 +38,34 @@ def ask(socket: Path | None, message: wire.ClientMessage, seconds: float = 0.0) 
 
     ``seconds`` for what takes a manager longer than a moment.
     """
+    return ask_on(connect(socket), message, seconds)
+
+
+def connect(socket: Path | None) -> Channel:
+    """A session with the manager that :func:`find` finds. Exits with a message when there is none."""
     path = find(socket)
     try:
-        channel = Channel(path, wire.Hello("admin"), _SECONDS)
+        return Channel(path, wire.Hello("admin"), _SECONDS)
     except AttachError as error:
         _fail(str(error) if str(path) in str(error) else f"what listens on {path} is no manager of this kind: {error}")
+
+
+def ask_on(channel: Channel, message: wire.ClientMessage, seconds: float = 0.0) -> wire.ManagerMessage:
+    """One more answer of the manager at the other end. Exits with a message when there is none."""
     channel.send(message)
     answers: list[wire.ManagerMessage] = []
     end = time.monotonic() + max(seconds, _SECONDS)
     while not answers and not channel.lost and (left := end - time.monotonic()) > 0:
         answers = channel.receive(left)
     if not answers:
-        _fail(f"the manager on {path} did not answer")
+        _fail(f"the manager on {channel.path} did not answer")
     if isinstance(answers[0], wire.Refused):
-        _fail(f"the manager on {path} refused: {answers[0].reason}")
+        _fail(f"the manager on {channel.path} refused: {answers[0].reason}")
     return answers[0]
 
 
-def parse_namespace(text: str) -> bytes:
-    """The namespace that ``--namespace`` names. An empty one is none: it would mean all of them."""
+def parse_namespace(text: str, hint: str = "--namespace") -> bytes:
+    """The namespace that the parameter ``hint`` names. An empty one is none: it would mean all of them."""
     try:
         name = bytes.fromhex(text)
     except ValueError:
@@ -64,7 +73,7 @@ def parse_namespace(text: str) -> bytes:
     if len(name) != 32:
         raise typer.BadParameter(
             f"{text!r} is no namespace; give all 64 hexadecimal digits, as `kvhold status` shows them",
-            param_hint="--namespace",
+            param_hint=hint,
         )
     return name
 

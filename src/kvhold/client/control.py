@@ -7,13 +7,15 @@ left a question unanswered past its deadline is not asked again until it says an
 import time
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 from kvhold.client.keeper import Keeper
 
+Parts = tuple[tuple[int, bytes], ...]
+"""(space, keys one after the other), for each space."""
 _LONGEST_SILENCE = 30.0
 """Seconds; the first time it is one, and then twice as long each time."""
 MAX_BATCH = 256
@@ -28,11 +30,6 @@ class Geometry:
     group: int
     key_bytes: int
     shards: tuple[int, ...]
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where each rank's shard starts in an object."""
-        return tuple(accumulate(self.shards, initial=0))[:-1]
 
 
 def padded(shard: int) -> int:
@@ -56,8 +53,14 @@ class _Asked:
 
     ticket: Ticket
     answer: wire.Answer | None = None
+    tiers: tuple[bytes, ...] | None = None  # the answer to a look
+    looks: bool = False  # and holds nothing
     waiting: bool = False  # for a disk, says the manager
     expired: bool = False
+
+    @property
+    def answered(self) -> bool:
+        return self.answer is not None or self.tiers is not None
 
 
 @dataclass(slots=True)
@@ -82,6 +85,16 @@ class Slots:
         return Slots(self.rows[start:end], self.offsets[start:end], self.epochs[start:end])
 
 
+class Watcher(Protocol):
+    """Who is told of the spaces that are opened to be watched."""
+
+    def stored(self, space: int, keys: Sequence[bytes]) -> None:
+        """Of a commit, these can be found now."""
+
+    def removed(self, space: int, keys: Sequence[bytes]) -> None:
+        """These cannot be found any more, whoever stored them."""
+
+
 class Control:
     """One scheduler half's session, whichever it is at the moment.
 
@@ -95,6 +108,8 @@ class Control:
         self.waited = 0.0  # seconds, in all
         self.exhausted = 0  # waits that used up a step's budget
         self.credit: dict[int, Slots] = {}
+        self.watcher: Watcher | None = None
+        self._key_bytes: dict[int, int] = {}  # by space
         self._keeper = keeper
         self._channel: Channel | None = None
         self._step_seconds = step_seconds
@@ -136,6 +151,7 @@ class Control:
         self.credit.clear()
         self._asked.clear()
         self._granted.clear()
+        self._key_bytes.clear()
         self._silent_since, self._silences = 0.0, 0
 
     def _handle(self, channel: Channel, message: wire.ManagerMessage) -> None:
@@ -143,6 +159,10 @@ class Control:
             case wire.Answer(op, revision):
                 if asked := self._latest(op, revision):
                     asked.answer = message
+            case wire.Residency(op, tiers):
+                asked = self._asked.get(op)
+                if asked is not None and asked.looks:
+                    asked.tiers = tiers
             case wire.Waiting(op, revision):
                 if asked := self._latest(op, revision):
                     asked.waiting = True
@@ -162,6 +182,10 @@ class Control:
                     slots.offsets.frombytes(offsets)
                     slots.epochs.frombytes(epochs)
                     self._granted[space] += len(rows) // 4
+            case wire.Stored(space, keys) if self.watcher is not None and space in self._key_bytes:
+                self.watcher.stored(space, _split(keys, self._key_bytes[space]))
+            case wire.Removed(space, keys) if self.watcher is not None and space in self._key_bytes:
+                self.watcher.removed(space, _split(keys, self._key_bytes[space]))
             case wire.Ready():
                 self._attachments += 1
                 self.attachment = self._attachments
@@ -181,11 +205,16 @@ class Control:
         """Speak of ``geometry`` as ``space`` from now on; up to ``slots`` credits will be granted."""
         self.credit[space] = Slots()
         self._granted[space] = 0
-        self._send(wire.Open(space, geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards, slots))
+        self._key_bytes[space] = geometry.key_bytes
+        watch = self.watcher is not None
+        self._send(
+            wire.Open(space, geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards, slots, watch)
+        )
 
     def close(self, space: int) -> None:
         """Stop speaking of ``space``. Slots that were taken may still be committed or returned."""
         slots = self.credit.pop(space, None)
+        self._key_bytes.pop(space, None)
         if slots is not None:
             self._send(wire.Close(space))
             self.give_back(space, slots)
@@ -206,15 +235,55 @@ class Control:
 
     def ask(self, space: int, skip: int, keys: bytes, former: Ticket | None = None) -> Ticket:
         """Ask for a chain. What the same request asked before is void from now on, and what it leased is given up."""
-        now = time.monotonic()
         if former is not None and former.op in self._asked:
-            ticket = Ticket(former.op, former.revision + 1, self.attachment, now)
+            ticket = Ticket(former.op, former.revision + 1, self.attachment, time.monotonic())
+            self._asked[ticket.op] = _Asked(ticket)
         else:
-            ticket = Ticket(self._next_op, 1, self.attachment, now)
-            self._next_op += 1
-        self._asked[ticket.op] = _Asked(ticket)
+            ticket = self._new_operation()
         self._send(wire.Query(ticket.op, ticket.revision, space, skip, keys))
         return ticket
+
+    def _new_operation(self) -> Ticket:
+        ticket = Ticket(self._next_op, 1, self.attachment, time.monotonic())
+        self._next_op += 1
+        self._asked[ticket.op] = _Asked(ticket)
+        return ticket
+
+    def look(self, parts: Parts, former: Ticket | None = None) -> Ticket:
+        """Ask where (space, keys) are; nothing is leased. With ``former`` once more, as old as the question before."""
+        ticket = self._new_operation()
+        if former is not None:
+            self._asked.pop(former.op, None)  # it was answered with nothing
+            ticket = replace(ticket, since=former.since)
+        self._asked[ticket.op] = _Asked(ticket, looks=True)
+        self._send(wire.Lookup(ticket.op, parts))
+        return ticket
+
+    def residency(self, ticket: Ticket, patient: bool = True) -> tuple[bytes, ...] | None:
+        """Per part a byte for each key, 0 for what is nowhere; waited for like :meth:`answer`."""
+        asked = self._latest(ticket.op, ticket.revision)
+        if asked is not None and not asked.answered:
+            self._await(asked, patient)
+        if asked is None or self._asked.get(ticket.op) is not asked:
+            return None
+        return asked.tiers
+
+    def prepare(self, looked: Ticket, parts: Parts, used: Parts) -> Ticket:
+        """Ask for exactly these keys, all or none, after the look ``looked``; ``used`` ones only count as used."""
+        ticket = replace(looked, revision=looked.revision + 1)
+        self._asked[ticket.op] = _Asked(ticket)
+        self._send(wire.Prepare(ticket.op, ticket.revision, parts, used=used))
+        return ticket
+
+    def use(self, looked: Ticket, used: Parts) -> None:
+        """Say that ``used`` are in use, after a look that led to nothing else."""
+        self._asked.pop(looked.op, None)
+        if used:
+            self._send(wire.Prepare(looked.op, looked.revision + 1, (), used=used))
+
+    def cut(self, ticket: Ticket, space: int, key: bytes, block: int) -> None:
+        """For whoever wants it explained: what was asked for ended where ``key``, at ``block``, is missing."""
+        self._send(wire.Cut(ticket.op, space, key, block))
 
     def _latest(self, op: int, revision: int) -> _Asked | None:
         """The operation, if that is what it was asked last."""
@@ -224,18 +293,19 @@ class Control:
     def answer(self, ticket: Ticket, patient: bool = True) -> wire.Answer | None:
         """The answer to a question, waited for within what is left of the step's budget; None if it is not here yet."""
         asked = self._latest(ticket.op, ticket.revision)
-        if asked is not None and asked.answer is None:
-            self.pump()
-            if patient and not self.silent:
-                self._wait_for(asked)
+        if asked is not None and not asked.answered:
+            self._await(asked, patient)
         if asked is None or asked.answer is None or self._asked.get(ticket.op) is not asked:
             return None
         if not asked.answer.offsets:
             del self._asked[ticket.op]  # it holds nothing: there is nothing to give up
         return asked.answer
 
-    def _wait_for(self, asked: _Asked) -> None:
-        while asked.answer is None and not asked.waiting and self._asked and self._left > 0:
+    def _await(self, asked: _Asked, patient: bool) -> None:
+        self.pump()
+        if not patient or self.silent:
+            return
+        while not asked.answered and not asked.waiting and self._asked and self._left > 0:
             begun = time.monotonic()
             self.pump(self._left)
             spent = time.monotonic() - begun
@@ -276,9 +346,10 @@ class Control:
 
     def release(self, tickets: Iterable[Ticket]) -> None:
         """Give up questions and leases. A later answer to one of them is dropped."""
-        ops = tuple((t.op, t.revision) for t in tickets if self._latest(t.op, t.revision) is not None)
-        for op, _ in ops:
-            del self._asked[op]
+        asked = [each for t in tickets if (each := self._latest(t.op, t.revision)) is not None]
+        for each in asked:
+            del self._asked[each.ticket.op]
+        ops = tuple((each.ticket.op, each.ticket.revision) for each in asked if not each.looks)
         if ops:
             self._send(wire.Release(ops))
 
@@ -311,3 +382,7 @@ class Control:
         if self._channel is not None:
             self._channel.bye()
         self._reset()
+
+
+def _split(keys: bytes, size: int) -> list[bytes]:
+    return [keys[at : at + size] for at in range(0, len(keys), size)]

@@ -54,6 +54,7 @@ class Keeper:
         self._reads = reads
         self._first = threading.Event()
         self._stopping = False
+        self._farewell: Callable[[], None] = _nothing
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvhold-keeper", daemon=True)
 
@@ -63,9 +64,14 @@ class Keeper:
         self._first.wait(wait)
 
     def stop(self, farewell: Callable[[], None]) -> None:
-        """Attach no more, let the half say ``farewell`` to the session it has, and end."""
+        """Attach no more, let the half say ``farewell`` to the session it has, and end.
+
+        It is said by the thread that uses the session: the keeper's for a half that reads there, or else the caller's.
+        """
+        self._farewell = farewell if self._reads else _nothing
         self._stopping = True
-        farewell()
+        if not self._reads:
+            farewell()
         self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
@@ -103,6 +109,8 @@ class Keeper:
             self._first.set()
             try:
                 self._watch(channel)
+                if self._stopping:
+                    self._farewell()
             except Exception:
                 log.exception("kvhold: the session with %s is given up", channel.path)
             self.channel = None
@@ -151,3 +159,7 @@ class Keeper:
         while not self._stopping and (left := end - time.monotonic()) > 0:
             if poller.poll(left * 1000):
                 os.read(self._wake_read, 4096)
+
+
+def _nothing() -> None:
+    pass

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvhold.client.arena import ArenaMapping
-from kvhold.copy.job import Job
+from kvhold.copy.job import Job, Part
 from kvhold.copy.layout import LayerRun, PagedLayout
 
 _PIN_CHUNK = 256 << 20
@@ -25,12 +25,12 @@ _STAGE_BLOCKS = 64
 
 
 class CudaCopier:
-    """Copies blocks of ``layout``. One thread may begin copies; a thread of its own sees them end."""
+    """Copies blocks of the groups in ``layouts``. One thread may begin copies; one of its own sees them end."""
 
-    def __init__(self, layout: PagedLayout) -> None:
-        self._device = torch.device(layout.device)
-        self._size = layout.shard_bytes
-        self._pages = [(run, _view(run, layout.blocks, self._device)) for run in layout.runs]
+    def __init__(self, layouts: Sequence[PagedLayout]) -> None:
+        self._device = torch.device(layouts[0].device)
+        self._sizes = [layout.shard_bytes for layout in layouts]
+        self._pages = [[(run, _view(run, layout.blocks, self._device)) for run in layout.runs] for layout in layouts]
         self._publishing = torch.cuda.Stream(self._device)
         self._restoring = torch.cuda.Stream(self._device)
         self._pinned: dict[int, torch.Tensor] = {}
@@ -57,11 +57,11 @@ class CudaCopier:
             for at in range(0, arena.size, _PIN_CHUNK):
                 runtime.cudaHostUnregister(arena.address + at)
 
-    def begin_publish(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
-        return self._begin(self._publishing, self._gather, arena, blocks, offsets)
+    def begin_publish(self, arena: ArenaMapping, group: int, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
+        return self._begin(self._publishing, self._gather, arena, [(group, blocks, offsets)])
 
-    def begin_restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
-        return self._begin(self._restoring, self._scatter, arena, blocks, offsets)
+    def begin_restore(self, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
+        return self._begin(self._restoring, self._scatter, arena, parts)
 
     def advance(self) -> None:
         """Nothing to do: the device copies by itself."""
@@ -70,36 +70,37 @@ class CudaCopier:
         self._begun.put(None)
         self._thread.join()
 
-    def _begin(
-        self, stream: torch.cuda.Stream, move: Any, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]
-    ) -> Job:
-        job = Job(len(blocks) * self._size)
+    def _begin(self, stream: torch.cuda.Stream, move: Any, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
+        job = Job(sum(len(blocks) * self._sizes[group] for group, blocks, _ in parts))
+        keep: list[torch.Tensor] = []
         try:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                indices = torch.tensor(blocks, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-                for start in range(0, len(blocks), _STAGE_BLOCKS):
-                    end = start + _STAGE_BLOCKS
-                    move(self._pinned[arena.address], indices[start:end], offsets[start:end])
+                for group, blocks, offsets in parts:
+                    indices = torch.tensor(blocks, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+                    keep.append(indices)
+                    for start in range(0, len(blocks), _STAGE_BLOCKS):
+                        end = start + _STAGE_BLOCKS
+                        move(self._pinned[arena.address], group, indices[start:end], offsets[start:end])
                 event = torch.cuda.Event()
                 event.record(stream)
         except Exception as error:  # noqa: BLE001 - a failed copy is a miss, never an engine error
             stream.synchronize()  # what was submitted before the failure still reads and writes
             job.end(f"{type(error).__name__}: {error}")
             return job
-        self._begun.put((job, event, indices))
+        self._begun.put((job, event, keep))
         return job
 
-    def _gather(self, host: torch.Tensor, blocks: torch.Tensor, offsets: Sequence[int]) -> None:
-        for run, pages in self._pages:
+    def _gather(self, host: torch.Tensor, group: int, blocks: torch.Tensor, offsets: Sequence[int]) -> None:
+        for run, pages in self._pages[group]:
             staged = pages.index_select(0, blocks)
             for index, offset in enumerate(offsets):
                 host[offset + run.at : offset + run.at + run.layers * run.page].copy_(
                     staged[index].reshape(-1), non_blocking=True
                 )
 
-    def _scatter(self, host: torch.Tensor, blocks: torch.Tensor, offsets: Sequence[int]) -> None:
-        for run, pages in self._pages:
+    def _scatter(self, host: torch.Tensor, group: int, blocks: torch.Tensor, offsets: Sequence[int]) -> None:
+        for run, pages in self._pages[group]:
             staged = torch.empty((len(offsets), *pages.shape[1:]), dtype=torch.uint8, device=self._device)
             for index, offset in enumerate(offsets):
                 staged[index].reshape(-1).copy_(

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvhold.client.arena import ArenaMapping
-from kvhold.copy.job import Job
+from kvhold.copy.job import Job, Part
 from kvhold.copy.layout import PagedLayout
 
 
 class Copier(Protocol):
-    """Copies blocks between one rank's KV cache and arenas. Only one thread begins copies."""
+    """Copies blocks between one rank's KV cache, group by group, and arenas. Only one thread begins copies."""
 
     def register(self, arena: ArenaMapping) -> None:
         """Make ``arena`` ready to be copied to and from; may take seconds, on a thread of the caller's."""
@@ -17,11 +17,11 @@ class Copier(Protocol):
     def unregister(self, arena: ArenaMapping) -> None:
         """Undo :meth:`register`; no copy of ``arena`` runs any more."""
 
-    def begin_publish(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
+    def begin_publish(self, arena: ArenaMapping, group: int, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
         """Copy ``blocks[i]`` to byte ``offsets[i]`` of ``arena`` after all that was submitted to the device so far."""
 
-    def begin_restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
-        """Copy byte ``offsets[i]`` of ``arena`` to ``blocks[i]`` after all that was submitted to the device so far."""
+    def begin_restore(self, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
+        """Copy ``arena`` to the blocks of ``parts`` after all that was submitted to the device so far."""
 
     def advance(self) -> None:
         """Called once per engine step, after its copies were begun, by the thread that begins them."""
@@ -30,15 +30,16 @@ class Copier(Protocol):
         """End after the copies that were begun."""
 
 
-def make_copier(layout: PagedLayout) -> Copier:
-    """The copy engine for ``layout.device``. Raises ValueError for a device that has none."""
-    kind = layout.device.split(":")[0]
+def make_copier(layouts: Sequence[PagedLayout]) -> Copier:
+    """The copy engine for the groups of one rank, all on one device. Raises ValueError for one that has none."""
+    device = layouts[0].device
+    kind = device.split(":")[0]
     if kind == "cpu":
         from kvhold.copy.host import HostCopier
 
-        return HostCopier(layout)
+        return HostCopier(layouts)
     if kind == "cuda":
         from kvhold.copy.cuda import CudaCopier
 
-        return CudaCopier(layout)
-    raise ValueError(f"kvhold: KV caches on device {layout.device!r} are not supported; cpu and cuda are")
+        return CudaCopier(layouts)
+    raise ValueError(f"kvhold: KV caches on device {device!r} are not supported; cpu and cuda are")

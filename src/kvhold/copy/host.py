@@ -15,30 +15,30 @@ from typing import Any
 import numpy as np
 
 from kvhold.client.arena import ArenaMapping
-from kvhold.copy.job import Job
+from kvhold.copy.job import Job, Part
 from kvhold.copy.layout import LayerRun, PagedLayout
 
 STEP_BYTES = 64 << 20
 """What restores copy in one engine step, all requests together: some ten milliseconds."""
 
 _Array = np.ndarray[Any, Any]
+_Buffer = ctypes.Array[ctypes.c_ubyte]
 
 
 @dataclass(slots=True)
 class _Restore:
     job: Job
     arena: ArenaMapping
-    blocks: Sequence[int]
-    offsets: Sequence[int]
-    done: int = 0
+    copies: Sequence[tuple[int, int, int]]
+    """(group, block, offset)."""
 
 
 class HostCopier:
-    """Copies blocks of ``layout``, on one thread. Restores end in the order in which they were begun."""
+    """Copies blocks of the groups in ``layouts``, on one thread. Restores end in the order in which they were begun."""
 
-    def __init__(self, layout: PagedLayout) -> None:
-        self._size = layout.shard_bytes
-        self._pages = [(run, _view(run, layout.blocks)) for run in layout.runs]
+    def __init__(self, layouts: Sequence[PagedLayout]) -> None:
+        self._sizes = [layout.shard_bytes for layout in layouts]
+        self._pages = [[(run, _view(run, layout.blocks)) for run in layout.runs] for layout in layouts]
         self._waiting: deque[_Restore] = deque()
 
     def register(self, arena: ArenaMapping) -> None:
@@ -47,11 +47,11 @@ class HostCopier:
     def unregister(self, arena: ArenaMapping) -> None:
         """Nothing was prepared."""
 
-    def begin_publish(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
-        """Copy ``blocks[i]`` to ``arena`` at byte ``offsets[i]``. The job has ended when this returns."""
-        job = Job(len(blocks) * self._size)
+    def begin_publish(self, arena: ArenaMapping, group: int, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
+        """Copy ``blocks[i]`` of a group to ``arena`` at byte ``offsets[i]``. The job has ended when this returns."""
+        job = Job(len(blocks) * self._sizes[group])
         try:
-            for run, pages in self._pages:
+            for run, pages in self._pages[group]:
                 buffer, kind, shape = _buffer(arena), pages.dtype, pages.shape[1:]
                 for block, offset in zip(blocks, offsets, strict=True):
                     np.copyto(np.ndarray(shape, kind, buffer, offset + run.at), pages[block])
@@ -61,36 +61,41 @@ class HostCopier:
             job.end()
         return job
 
-    def begin_restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
-        """Copy ``arena`` at byte ``offsets[i]`` to ``blocks[i]``, in :meth:`advance`."""
-        restore = _Restore(Job(len(blocks) * self._size), arena, blocks, offsets)
+    def begin_restore(self, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
+        """Copy ``arena`` to the blocks of ``parts``, in :meth:`advance`."""
+        copies = [
+            (group, block, offset)
+            for group, blocks, offsets in parts
+            for block, offset in zip(blocks, offsets, strict=True)
+        ]
+        restore = _Restore(Job(sum(self._sizes[group] for group, _, _ in copies)), arena, copies)
         self._waiting.append(restore)
         return restore.job
 
     def advance(self) -> None:
         """Copy what one step may copy of the restores that were begun."""
-        left = max(1, STEP_BYTES // self._size)
+        left = STEP_BYTES
         while self._waiting and left > 0:
             restore = self._waiting[0]
-            end = min(restore.done + left, len(restore.blocks))
+            job, buffer = restore.job, _buffer(restore.arena)
             try:
-                self.restore(restore.arena, restore.blocks[restore.done : end], restore.offsets[restore.done : end])
+                while job.done < len(restore.copies) and left > 0:
+                    group, block, offset = restore.copies[job.done]
+                    self.restore(buffer, group, block, offset)
+                    job.done += 1
+                    left -= self._sizes[group]
             except Exception as error:  # noqa: BLE001 - a failed copy is a recomputed block, never an engine error
                 self._waiting.popleft()
-                restore.job.end(f"{type(error).__name__}: {error}")
+                job.end(f"{type(error).__name__}: {error}")
                 continue
-            left -= end - restore.done
-            restore.done = end
-            if end == len(restore.blocks):
+            if job.done == len(restore.copies):
                 self._waiting.popleft()
-                restore.job.end()
+                job.end()
 
-    def restore(self, arena: ArenaMapping, blocks: Sequence[int], offsets: Sequence[int]) -> None:
-        """Copy now."""
-        for run, pages in self._pages:
-            buffer, kind, shape = _buffer(arena), pages.dtype, pages.shape[1:]
-            for block, offset in zip(blocks, offsets, strict=True):
-                np.copyto(pages[block], np.ndarray(shape, kind, buffer, offset + run.at))
+    def restore(self, arena: _Buffer, group: int, block: int, offset: int) -> None:
+        """Copy one object now."""
+        for run, pages in self._pages[group]:
+            np.copyto(pages[block], np.ndarray(pages.shape[1:], pages.dtype, arena, offset + run.at))
 
     def close(self) -> None:
         """Nothing runs beyond a call."""
@@ -105,5 +110,5 @@ def _view(run: LayerRun, blocks: int) -> _Array:
     return np.ndarray((blocks, run.layers, run.page // kind.itemsize), kind, buffer, strides=strides)
 
 
-def _buffer(arena: ArenaMapping) -> ctypes.Array[ctypes.c_ubyte]:
+def _buffer(arena: ArenaMapping) -> _Buffer:
     return (ctypes.c_ubyte * arena.size).from_address(arena.address)

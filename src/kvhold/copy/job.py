@@ -2,13 +2,21 @@
 
 import threading
 import time
+from collections.abc import Sequence
+
+Part = tuple[int, Sequence[int], Sequence[int]]
+"""(group, its blocks, byte offsets of their objects in the arena)."""
 
 
 class Job:
-    """Ends exactly once, with :attr:`error` None or the reason. ``size`` is in bytes."""
+    """Ends exactly once, with :attr:`error` None or the reason. ``size`` is in bytes.
+
+    ``done`` blocks, from the first on, were copied for certain when it failed.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.done = 0
         self.error: str | None = None
         self.seconds = 0.0
         self._begun = time.perf_counter()

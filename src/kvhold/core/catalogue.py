@@ -37,7 +37,10 @@ class Namespace:
 
 
 class Index:
-    """The keys of one (namespace, group): objects of one geometry. ``slots`` counts its rows that have one."""
+    """The keys of one (namespace, group): objects of one geometry. ``slots`` counts its rows that have one.
+
+    ``watchers`` are the (session, space) that are told what leaves it, in the order in which they came.
+    """
 
     __slots__ = (
         "group",
@@ -51,6 +54,7 @@ class Index:
         "size",
         "slots",
         "users",
+        "watchers",
     )
 
     def __init__(
@@ -65,6 +69,7 @@ class Index:
         self.users = 0
         self.objects = 0
         self.slots = 0
+        self.watchers: dict[tuple[int, int], None] = {}
         self.maps: list[dict[bytes, int]] = [{} for _ in range(_SPREAD)]
         self.recency: RecencyList[Namespace]
 
@@ -91,6 +96,8 @@ class Catalogue(Rows):
         self.cold = 0  # objects that are in a log alone
         self.evicted = 0
         self.freed = 0  # what gave way or may now, ever: a reason to try again what did not fit
+        self.moves = 0  # objects that were given another row, ever
+        self.gone: list[tuple[Index, bytes]] = []  # keys that left a watched index since watchers were told last
         self.next_epoch = 1
         self._by_name: dict[tuple[bytes, int], Index] = {}
         self._next_index = 1
@@ -244,6 +251,8 @@ class Catalogue(Rows):
         """Take an object out of its index, list and log; one that is held becomes DOOMED, any other is freed."""
         index, key, state = self.indexes[self.owner[row]], self.key[row], self.state[row]
         del index.maps[key[-1]][key]
+        if index.watchers:
+            self.gone.append((index, key))
         index.objects -= 1
         self.objects -= 1
         self.key[row] = b""
@@ -363,6 +372,21 @@ class Catalogue(Rows):
         if self.state[row] == State.LOADING:
             self.remove(row)
         self.release([row])
+
+    def unread(self, row: int) -> int:
+        """A LOADING row's record could not be looked at: its slot goes with its last reader.
+
+        The object is COLD as before and can be found all the while, but in another row, which is returned.
+        """
+        index, key, place = self.indexes[self.owner[row]], self.key[row], self.place[row]
+        self.key[row], self.place[row] = b"", 0
+        index.objects -= 1
+        self.objects -= 1
+        self.move(row, State.DOOMED)
+        again = self.recover(index, key, place)
+        self.moves += 1
+        self.release([row])
+        return again
 
     def unfill(self, row: int) -> None:
         """A LOADING row whose read has not begun, and which nobody else holds, is COLD again."""

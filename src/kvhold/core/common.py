@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from struct import unpack
 from typing import Generic, TypeVar
 
+from kvhold.core import events as ev
 from kvhold.core.arena import Arena
-from kvhold.core.catalogue import Catalogue
+from kvhold.core.catalogue import Catalogue, Index
 from kvhold.core.events import Effect
 from kvhold.core.limits import Limits
 from kvhold.core.sessions import Attachment, Session
@@ -47,6 +48,22 @@ class Common:
             return []
         self.work.append(work)
         return effects
+
+    def departed(self) -> list[Effect]:
+        """Tell watchers which keys cannot be found any more, of those that they have not been told of."""
+        catalogue = self.catalogue
+        if not catalogue.gone:
+            return []
+        gone: dict[int, tuple[Index, list[bytes]]] = {}
+        for index, key in catalogue.gone:
+            gone.setdefault(index.id, (index, []))[1].append(key)
+        catalogue.gone = []
+        return [
+            ev.Removed(session, space, b"".join(keys[start : start + ev.MAX_BATCH]))
+            for index, keys in gone.values()
+            for session, space in index.watchers
+            for start in range(0, len(keys), ev.MAX_BATCH)
+        ]
 
     def speaker(self, session_id: int) -> Attachment | None:
         """The attachment of a scheduler session that may decide for it."""

@@ -5,6 +5,7 @@ the same share of what may be granted; who holds more than that after others cam
 """
 
 from array import array
+from collections.abc import Sequence
 
 from kvhold.core import events as ev
 from kvhold.core.arena import slot_bytes
@@ -35,7 +36,8 @@ class Credits:
         size = slot_bytes(event.shards)
         if len(attachment.spaces) >= self._common.limits.spaces:
             return [ev.Refuse(event.session, f"more than {self._common.limits.spaces} spaces are open")]
-        if event.space in attachment.spaces or not event.key_bytes or len(event.shards) != attachment.world or not size:
+        parts = len(event.shards)  # fewer than ranks where some hold the same, or nothing
+        if event.space in attachment.spaces or not event.key_bytes or parts > attachment.world or not size:
             return [ev.Refuse(event.session, f"space {event.space} opened twice or without geometry")]
         index = self._catalogue.index(event.namespace, event.group, event.key_bytes, event.shards, size)
         if index is None:
@@ -45,6 +47,9 @@ class Credits:
         if size > self._common.capacity:
             note = f"one object has {size} bytes, more than the whole arena of {self._common.capacity}"
         space = attachment.spaces[event.space] = Space(index, 0 if note else event.slots)
+        if event.watch:
+            space.watcher = event.session, event.space
+            index.watchers[space.watcher] = None
         self._spaces += space.want > 0
         index.namespace.wanting += space.want > 0
         opened = ev.Opened(event.session, event.space, self.target(space), note)
@@ -55,11 +60,13 @@ class Credits:
         space = attachment.spaces.get(event.space) if attachment else None
         if attachment is None or space is None:
             return []
-        self._unwant(space)
+        self._shut(space)
         self._drop_if_closed(attachment, event.space)
         return self.share()
 
-    def _unwant(self, space: Space) -> None:
+    def _shut(self, space: Space) -> None:
+        """Its owner wants nothing of it any more, neither credits nor events."""
+        self._unwatch(space)
         self._spaces -= space.want > 0
         space.index.namespace.wanting -= space.want > 0
         space.want = 0
@@ -69,7 +76,14 @@ class Credits:
         if space.want == 0 and not space.credits:
             del attachment.spaces[number]
             self._hungry.pop((attachment.id, number), None)
+            self._unwatch(space)
             self._leave(space)
+
+    @staticmethod
+    def _unwatch(space: Space) -> None:
+        if space.watcher is not None:
+            del space.index.watchers[space.watcher]
+            space.watcher = None
 
     def _leave(self, space: Space) -> None:
         space.index.users -= 1
@@ -78,7 +92,7 @@ class Credits:
     def lost(self, attachment: Attachment) -> list[Effect]:
         """The attachment decides nothing any more; what was granted to it may still be written."""
         for space in attachment.spaces.values():
-            self._unwant(space)
+            self._shut(space)
             for row in space.credits:
                 self._catalogue.move(row, State.LIMBO)
         return self.share()
@@ -161,7 +175,7 @@ class Credits:
                         array("Q", [catalogue.epoch[row] for row in rows]).tobytes(),
                     )
                 )
-        self._freed = catalogue.freed
+        self._freed = -1 if more else catalogue.freed  # what was only put off has not been tried in vain
         if more:
             self._common.work.append(self._feed_on())
         return effects
@@ -224,7 +238,15 @@ class Credits:
         if len(credits) < self.target(space):
             self._want(attachment, event.space)
         self._drop_if_closed(attachment, event.space)
-        return []
+        return self._told(space, keys)
+
+    def _told(self, space: Space, keys: Sequence[bytes]) -> list[Effect]:
+        """What who watches a space is told after a commit of these keys: first what gave way to them."""
+        if space.watcher is None:
+            return []
+        found = [key for key in keys if space.index.get(key) is not None]
+        parts = [found[start : start + ev.MAX_BATCH] for start in range(0, len(found), ev.MAX_BATCH)]
+        return [*self._common.departed(), *(ev.Added(*space.watcher, b"".join(part)) for part in parts)]
 
     def give_back(self, event: ev.Return) -> list[Effect]:
         attachment = self._common.speaker(event.session)

@@ -13,6 +13,8 @@ MAX_QUERY_KEYS = 65_536
 """Longest chain that one query may name."""
 MAX_BATCH = 256
 """Rows in one commit or return, and the unit of work that one event may cost."""
+MAX_LISTED = 4096
+"""Rows that are looked at for one part of a listing."""
 
 
 class Role(StrEnum):
@@ -98,7 +100,9 @@ class Left:
 class Open:
     """A scheduler session will speak of (namespace, group) as ``space``.
 
-    ``shards`` are the bytes of each rank's part of an object, in rank order; ``slots`` how many credits it can use.
+    ``shards`` are the bytes of each part of an object, in the order of the ranks that write them: at most one of each
+    rank. ``slots`` is how many credits it can use.
+    Who will ``watch`` is told, until it closes the space, of what can be found there and what cannot any more.
     """
 
     session: int
@@ -108,6 +112,7 @@ class Open:
     key_bytes: int
     shards: tuple[int, ...]
     slots: int
+    watch: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,7 +143,10 @@ class Query:
 
 @dataclass(slots=True, frozen=True)
 class Lookup:
-    """Where are these keys now? ``parts`` are (space, keys). Nothing is read, leased or counted as used."""
+    """Where are these keys now? ``parts`` are (space, keys). Nothing is read, leased or counted as used.
+
+    A long answer takes time: what has left meanwhile may be in it, and was told to who watches before it.
+    """
 
     session: int
     op: int
@@ -147,13 +155,29 @@ class Lookup:
 
 @dataclass(slots=True, frozen=True)
 class Prepare:
-    """Lease exactly these objects under ``op``, after reading what is in a log alone: all of them or none."""
+    """Lease exactly these objects under ``op``, after reading what is in a log alone: all of them or none.
+
+    ``used`` are (space, keys) that the engine has itself: whatever becomes of the others, what of them is stored counts
+    as used just now. They are not leased, not read and not answered.
+    """
 
     session: int
     op: int
     revision: int
     parts: tuple[tuple[int, bytes], ...]
     ahead: bool = False
+    used: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Cut:
+    """The longest hit of ``op`` ended at block ``position``, for want of this key. Only the story is told of it."""
+
+    session: int
+    op: int
+    space: int
+    key: bytes
+    position: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -246,6 +270,16 @@ class Explain:
 
 
 @dataclass(slots=True, frozen=True)
+class List:
+    """Which keys of (namespace, group) can be found? From the start, or on from a :class:`Listed`'s ``cursor``."""
+
+    session: int
+    namespace: bytes
+    group: int
+    cursor: int = 0
+
+
+@dataclass(slots=True, frozen=True)
 class LogOpened:
     """A log of so many segments can be used once its records are recovered. Numbers are not reused.
 
@@ -307,6 +341,7 @@ Event = (
     | Query
     | Lookup
     | Prepare
+    | Cut
     | Started
     | Spoiled
     | Release
@@ -317,6 +352,7 @@ Event = (
     | Configure
     | Tick
     | Explain
+    | List
     | LogOpened
     | Segments
     | Recovered
@@ -417,6 +453,21 @@ class Explained:
 
 
 @dataclass(slots=True, frozen=True)
+class Listed:
+    """Some ``keys`` and, for each, a byte of ``tiers`` as in :class:`Residency`; ``cursor`` is 0 after the last ones.
+
+    A key that can be found during the whole listing is in it, and once: going to a log and coming back changes no
+    object's row. But one whose record could not be looked at while somebody waited for it is given another row; a
+    listing that goes on after that starts over, and names keys twice rather than miss one.
+    """
+
+    session: int
+    keys: bytes
+    tiers: bytes
+    cursor: int
+
+
+@dataclass(slots=True, frozen=True)
 class Purged:
     """A purge has ended: nothing of it can be found any more, nor, if ``durable``, by a manager after this one."""
 
@@ -441,6 +492,24 @@ class Grant:
     rows: bytes
     offsets: bytes
     epochs: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Added:
+    """To who watches a space: of the keys of its commit, in order, those that can be found now, new or not."""
+
+    session: int
+    space: int
+    keys: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Removed:
+    """To everybody who watches a space: these keys cannot be found any more, in DRAM or in a log."""
+
+    session: int
+    space: int
+    keys: bytes
 
 
 @dataclass(slots=True, frozen=True)
@@ -548,9 +617,12 @@ ToSession = (
     | Expired
     | Stalled
     | Explained
+    | Listed
     | Purged
     | Flushed
     | Grant
+    | Added
+    | Removed
     | Recall
     | Part
 )

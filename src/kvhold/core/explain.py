@@ -17,7 +17,7 @@ def explain(common: Common, event: ev.Explain) -> Work:
     if not event.key and not event.op:
         lines += [
             f"{(common.now - when) / 1e9:12.6f} s ago  operation {op} of session {actor} {_told(kind, actor, a, b)}"
-            for when, kind, op, actor, a, b in common.story.latest(Kind.MISSED, LATEST)
+            for when, kind, op, actor, a, b in common.story.latest((Kind.MISSED, Kind.CUT_SHORT), LATEST)
         ]
         yield [ev.Explained(event.session, tuple(lines) or ("nothing missed lately",))]
         return
@@ -71,6 +71,11 @@ def _told(kind: Kind, actor: int, a: int, b: int) -> str:
     match kind:
         case Kind.MISSING:
             what = f"operation {a} found it missing, at position {b} of its chain"
+        case Kind.CUT:
+            what = "cut the hit of operation {}: group {} at block {}".format(a, *divmod(b, 1 << 32))
+        case Kind.CUT_SHORT:
+            key = b.to_bytes(8, "little").hex()
+            what = "hit cut by group {} at block {}: key ...{} was not stored".format(*divmod(a, 1 << 32), key)
         case Kind.MISSED:
             what = f"fell short for the reason {_REASONS[b]} (revision {a})"
         case Kind.ASKED:

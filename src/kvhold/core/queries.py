@@ -8,12 +8,13 @@ by time.
 from collections.abc import Sequence
 
 from kvhold.core import events as ev
+from kvhold.core.catalogue import Index
 from kvhold.core.common import Common, Timer, Work, split
 from kvhold.core.events import Effect, Reason
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Operation, Part, Phase
 from kvhold.core.storage import Storage
-from kvhold.core.story import Kind, fingerprint
+from kvhold.core.story import Kind, block_of, fingerprint
 
 _REASONS = list(Reason)
 _DUE = 4
@@ -94,7 +95,10 @@ class Queries:
                 yield []
 
     def prepare(self, event: ev.Prepare) -> Work:
-        """Lease exactly these objects, part by part; the first that cannot be had ends it."""
+        """Lease exactly these objects, part by part; the first that cannot be had ends it. What is used is marked last.
+
+        So it is more recent than what was asked for, which follows it in its chain.
+        """
         opened = self._open(event, exact=True)
         if not isinstance(opened, Operation):
             yield opened
@@ -102,6 +106,7 @@ class Queries:
         operation = opened
         spaces = operation.attachment.spaces
         work = [(spaces[number].index, keys) for number, keys in event.parts]
+        used = [(spaces[number].index, keys) for number, keys in event.used]
         replaced = self._replace(operation, [], None)
         if replaced is not None:
             yield replaced
@@ -135,6 +140,35 @@ class Queries:
                 self._catalogue.touch(rows[start:end], index)
                 self.storage.writes.touched(rows, start, end)
                 yield []
+        for index, keys in used:
+            yield from self._mark(index, keys)
+
+    def _mark(self, index: Index, keys: bytes) -> Work:
+        """Those of a chain's keys that are stored were used just now, its end first."""
+        width, catalogue, writes = index.key_bytes, self._catalogue, self.storage.writes
+        for end in range(len(keys) // width, 0, -ev.MAX_BATCH):
+            start = max(0, end - ev.MAX_BATCH)
+            before = max(0, start - 1)
+            named = split(keys[before * width : end * width], width)
+            found = [(at, row) for at in range(start, end) if (row := index.get(named[at - before])) is not None]
+            catalogue.touch([row for _, row in found], index)
+            for at, row in found:
+                writes.touched_one(row, named[at - before - 1] if at else b"", at)
+            yield []
+
+    def cut(self, event: ev.Cut) -> list[Effect]:
+        """Leave word of it with the key and with the operation, which may be over: one that found nothing is."""
+        attachment = self._common.speaker(event.session)
+        space = attachment.spaces.get(event.space) if attachment is not None else None
+        if space is None:
+            return []
+        index, mark = space.index, fingerprint(event.key)
+        if len(event.key) != index.key_bytes:
+            return [ev.Refuse(event.session, f"operation {event.op}: keys are torn")]
+        where = block_of(index.group, event.position)
+        self._common.story.note(Kind.CUT, mark, index.id, event.op, where)
+        self._common.story.note(Kind.CUT_SHORT, event.op, event.session, where, mark)
+        return []
 
     def lookup(self, event: ev.Lookup) -> Work:
         """Where the keys are. Changes nothing."""
@@ -162,10 +196,11 @@ class Queries:
         common, limits = self._common, self._common.limits
         attachment = common.speaker(event.session)
         parts = ((event.space, event.keys),) if isinstance(event, ev.Query) else event.parts
+        named = parts if isinstance(event, ev.Query) else (*event.parts, *event.used)
         common.counters["queries"] += 1
         if attachment is None or not attachment.ready:
             return [ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.DETACHED)]
-        if wrong := self._nonsense(attachment, event.op, parts):
+        if wrong := self._nonsense(attachment, event.op, named):
             return [ev.Refuse(event.session, wrong)]
         former = attachment.operations.get(event.op)
         if former is not None and former.revision >= event.revision:
@@ -173,9 +208,9 @@ class Queries:
             return []
         if former is not None and former.phase is Phase.STARTED:
             return [ev.Refuse(event.session, f"operation {event.op} is being restored and cannot be asked anew")]
-        if any(number not in attachment.spaces for number, _ in parts):
+        if any(number not in attachment.spaces for number, _ in named):
             answer = ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.DETACHED)
-            return [*(self._end(former, Kind.SUPERSEDED) if former else []), answer]
+            return [*(self._end(former, Kind.SUPERSEDED) if former else []), *self._common.departed(), answer]
         replaced, pending = former is not None, former is not None and former.phase < Phase.ANSWERED
         crowded = attachment.answering - pending >= limits.queries or self.answering - pending >= limits.all_queries
         if crowded or len(attachment.operations) - replaced >= limits.operations:
@@ -183,7 +218,7 @@ class Queries:
             common.counters["keys_asked"] += asked
             common.counters["keys_budget"] += asked
             answer = ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.BUDGET)
-            return [*(self._end(former, Kind.SUPERSEDED) if former else []), answer]
+            return [*(self._end(former, Kind.SUPERSEDED) if former else []), *self._common.departed(), answer]
         return Operation(attachment, event.session, event.op, event.revision, exact, event.ahead)
 
     @staticmethod
@@ -367,7 +402,7 @@ class Queries:
         whole = operation.exact and bool(reason or cut is not None)
         part = operation.parts[0] if operation.parts else None
         skip = part.skip if part is not None else 0
-        effects: list[Effect] = []
+        departed, effects = self._common.departed(), list[Effect]()
         if whole:
             resident = 0
         elif operation.exact:
@@ -399,7 +434,7 @@ class Queries:
             self._leases.begin(operation, self._common.now)
         else:
             effects += self._end(operation, None)
-        return [ev.Answer(*name, resident, offsets.tobytes(), reason), *effects]
+        return [*departed, ev.Answer(*name, resident, offsets.tobytes(), reason), *effects]
 
     def _cut(self, operation: Operation) -> int | None:
         """The first position of a chain (of an exact question: 0) that did not or will not come; None if all did."""

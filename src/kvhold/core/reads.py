@@ -7,7 +7,7 @@ from kvhold.core.common import Common
 from kvhold.core.devices import ERRORS, Devices, Io
 from kvhold.core.events import Effect
 from kvhold.core.rows import State
-from kvhold.core.segments import HEADER, Log, Segment, unpack
+from kvhold.core.segments import Log, Segment, unpack
 from kvhold.core.story import Kind
 
 READ_BATCH = 8 << 20
@@ -154,12 +154,6 @@ class Reads:
     def _keep(self, row: int) -> None:
         """A record could not be looked at: what waited for it is answered, and it is as it was before."""
         catalogue = self._common.catalogue
-        index, key, place = catalogue.indexes[catalogue.owner[row]], catalogue.key[row], catalogue.place[row]
         catalogue.note(Kind.NOT_LOADED, row)
-        index.users += 1  # it must outlive its only object
-        catalogue.spoiled(row)
-        again = catalogue.recover(index, key, place)
-        index.users -= 1
-        _, segment, _ = catalogue.segment_of(again)
-        segment.live += HEADER + index.size
-        segment.rows.append(again)
+        again = catalogue.unread(row)
+        catalogue.segment_of(again)[1].rows.append(again)

@@ -65,6 +65,7 @@ class Space:
     index: Index
     want: int  # credits its owner can use; 0 once closed
     credits: set[int] = field(default_factory=set)
+    watcher: tuple[int, int] | None = None  # the session that watches it, and how that calls it
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from kvhold.core.credits import Credits
 from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.explain import explain
 from kvhold.core.limits import Limits
+from kvhold.core.listing import listing
 from kvhold.core.queries import Queries
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Session
@@ -71,6 +72,8 @@ class Core:
                 return self.credits.commit(event)
             case ev.Release():
                 return common.start(self.queries.release(event))
+            case ev.Cut():
+                return self.queries.cut(event)
             case ev.Started():
                 self.queries.started(event)
             case ev.Done():
@@ -107,6 +110,8 @@ class Core:
                 return self.credits.share() + common.start(self._shrink())
             case ev.Explain():
                 return common.start(explain(common, event))
+            case ev.List():
+                return common.start(listing(common, event))
             case ev.LogOpened():
                 self.storage.opened(event)
             case ev.Segments():
@@ -128,8 +133,8 @@ class Core:
         return self._follow(self.common.start(work.popleft())) if work else []
 
     def _follow(self, effects: list[Effect]) -> list[Effect]:
-        """``effects``, and what can be done now that could not before."""
-        return effects + self.storage.pump() + self.credits.feed()
+        """``effects``, and what can be done now that could not before; then all watchers know what is gone."""
+        return effects + self.storage.pump() + self.credits.feed() + self.common.departed()
 
     @property
     def next_deadline(self) -> int | None:

@@ -5,7 +5,7 @@ written where things happen anyway; nothing is formatted before somebody asks.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import IntEnum
 
 ENTRIES = 1 << 16
@@ -29,6 +29,7 @@ class Kind(IntEnum):
     QUARANTINED = 11  # row, slot epoch
     RECLAIMED = 12  # row, segment number
     MISSING = 13  # operation, position in its chain: a question ended here
+    CUT = 14  # operation, block_of: its longest hit ended here
     # to an operation; actor is its session
     ASKED = 20  # revision, keys
     WAITING = 21  # revision, objects on their way
@@ -39,10 +40,16 @@ class Kind(IntEnum):
     EXPIRED = 26  # revision, 0
     SUPERSEDED = 27  # revision, the next one
     STALLED = 28  # revision, seconds
+    CUT_SHORT = 29  # block_of, fingerprint of the key that was missing
 
 
 def fingerprint(key: bytes) -> int:
     return int.from_bytes(key[-8:], "little")
+
+
+def block_of(group: int, position: int) -> int:
+    """A cache group and a block's position in its chain as one number; both have 32 bits."""
+    return group << 32 | position
 
 
 class Story:
@@ -65,13 +72,14 @@ class Story:
         self._a[at] = a
         self._b[at] = b
 
-    def latest(self, kind: Kind, count: int) -> list[tuple[int, Kind, int, int, int, int]]:
-        """(when, kind, subject, actor, a, b) of the last ``count`` entries of a kind, the oldest first."""
+    def latest(self, kinds: Collection[Kind], count: int) -> list[tuple[int, Kind, int, int, int, int]]:
+        """(when, kind, subject, actor, a, b) of the last ``count`` entries of these kinds, the oldest first."""
         found: list[tuple[int, Kind, int, int, int, int]] = []
-        for number in range(self._next - 1, max(0, self._next - self._entries) - 1, -1):
-            at = number % self._entries
-            if self._what[at] & 0xFF == kind:
-                found.append((self._when[at], kind, self._subject[at], self._what[at] >> 8, self._a[at], self._b[at]))
+        for entry in range(self._next - 1, max(0, self._next - self._entries) - 1, -1):
+            at = entry % self._entries
+            if (number := self._what[at] & 0xFF) in kinds:
+                kind, actor = Kind(number), self._what[at] >> 8
+                found.append((self._when[at], kind, self._subject[at], actor, self._a[at], self._b[at]))
                 if len(found) == count:
                     break
         return found[::-1]

@@ -65,13 +65,18 @@ class Writes:
 
     def touched(self, rows: Sequence[int], start: int, end: int) -> None:
         """Objects ``start`` to ``end`` of the chain ``rows`` were found; that may make them worth writing."""
+        if self._devices.devices and self._common.limits.second_touch:
+            key = self._common.catalogue.key
+            for depth in range(start, end):
+                self.touched_one(rows[depth], key[rows[depth - 1]] if depth else b"", depth)
+
+    def touched_one(self, row: int, parent: bytes, depth: int) -> None:
+        """An object that follows ``parent`` was found."""
         catalogue = self._common.catalogue
         if not self._devices.devices or not self._common.limits.second_touch:
             return
-        for depth in range(start, end):
-            row = rows[depth]
-            if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.place[row]:
-                self.write(row, catalogue.key[rows[depth - 1]] if depth else b"", depth)
+        if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.place[row]:
+            self.write(row, parent, depth)
 
     def not_before(self, device: Device) -> int:
         """When a log may be written: after errors not for a while, and else as the rate allows that holds now."""

@@ -477,6 +477,12 @@ class Server:
                     self._ended(session, wire.Purged() if durable else None)
                 case ev.Flushed(session, durable):
                     self._ended(session, wire.Flushed() if durable else None)
+                case ev.Added(_, space, keys):
+                    self._send(connection, wire.Stored(space, keys))
+                case ev.Removed(_, space, keys):
+                    self._send(connection, wire.Removed(space, keys))
+                case ev.Listed(_, keys, tiers, cursor):
+                    self._send(connection, wire.Listed(keys, tiers, cursor))
                 case ev.Explained(_, lines):
                     self._send(connection, wire.Explained(lines))
                 case ev.Grant():
@@ -491,6 +497,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
         wire.Query,
         wire.Lookup,
         wire.Prepare,
+        wire.Cut,
         wire.Started,
         wire.Spoiled,
         wire.Release,
@@ -500,7 +507,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
         wire.Bye,
     ),
     "worker": (wire.Mapped, wire.Retire, wire.Bye),
-    "admin": (wire.Status, wire.Purge, wire.Flush, wire.Explain, wire.Configure),
+    "admin": (wire.Status, wire.Purge, wire.Flush, wire.Explain, wire.List, wire.Configure),
 }
 """What each role may say; who has no role yet introduces itself."""
 

@@ -23,10 +23,15 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
             _check_numbers(op)
             _check_parts(parts)
             return ev.Lookup(session, op, parts)
-        case wire.Prepare(op, revision, parts, ahead):
+        case wire.Prepare(op, revision, parts, ahead, used):
             _check_numbers(op, revision)
-            _check_parts(parts)
-            return ev.Prepare(session, op, revision, parts, ahead)
+            _check_parts((*parts, *used))
+            return ev.Prepare(session, op, revision, parts, ahead, used)
+        case wire.Cut(op, space, key, position):
+            _check_numbers(op)
+            if not 0 < len(key) <= MAX_KEY_BYTES or not 0 <= position < MAX_NUMBER:
+                raise wire.ProtocolError(f"hit cut at block {position} by a key of {len(key)} bytes")
+            return ev.Cut(session, op, space, key, position)
         case wire.Started(ops):
             _check_count(len(ops))
             return ev.Started(session, ops)
@@ -45,7 +50,7 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
         case wire.Return(rows, epochs):
             _check_batch(rows, epochs)
             return ev.Return(session, rows, epochs)
-        case wire.Open(space, namespace, group, key_bytes, shards, slots):
+        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch):
             if (
                 len(namespace) != 32
                 or not 0 <= group < MAX_NUMBER
@@ -54,9 +59,14 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
                 or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
             ):
                 raise wire.ProtocolError("space without a proper namespace, group, key length or shards")
-            return ev.Open(session, space, namespace, group, key_bytes, shards, slots)
+            return ev.Open(session, space, namespace, group, key_bytes, shards, slots, watch)
         case wire.Close(space):
             return ev.Close(session, space)
+        case wire.List(namespace, group, cursor):
+            _check_numbers(cursor)
+            if len(namespace) != 32 or not 0 <= group < MAX_NUMBER:
+                raise wire.ProtocolError("listing without a proper namespace or group")
+            return ev.List(session, namespace, group, cursor)
         case _:
             raise AssertionError(message)
 

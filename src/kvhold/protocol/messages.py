@@ -43,6 +43,7 @@ class Open(_Message):
     key_bytes: int
     shards: tuple[int, ...]
     slots: int
+    watch: bool = False
 
 
 class Close(_Message):
@@ -69,6 +70,14 @@ class Prepare(_Message):
     revision: int
     parts: tuple[tuple[int, bytes], ...]
     ahead: bool = False
+    used: tuple[tuple[int, bytes], ...] = ()
+
+
+class Cut(_Message):
+    op: int
+    space: int
+    key: bytes
+    position: int
 
 
 class Started(_Message):
@@ -124,6 +133,14 @@ class Explain(_Message):
     op: int = 0
 
 
+class List(_Message):
+    """Admin: which keys of (namespace, group) can be found? ``cursor`` is 0, or that of the :class:`Listed` before."""
+
+    namespace: bytes
+    group: int
+    cursor: int = 0
+
+
 class Configure(_Message):
     """Admin: change these limits, and the (floor, limit) of these namespaces; what is not named stays."""
 
@@ -140,6 +157,7 @@ ClientMessage = (
     | Query
     | Lookup
     | Prepare
+    | Cut
     | Started
     | Spoiled
     | Release
@@ -150,6 +168,7 @@ ClientMessage = (
     | Purge
     | Flush
     | Explain
+    | List
     | Configure
 )
 
@@ -222,6 +241,20 @@ class Grant(_Message):
     epochs: bytes
 
 
+class Stored(_Message):
+    """Of the keys of a commit to a watched space, those that can be found now."""
+
+    space: int
+    keys: bytes
+
+
+class Removed(_Message):
+    """These keys of a watched space cannot be found any more, whoever stored them."""
+
+    space: int
+    keys: bytes
+
+
 class StatusReply(_Message):
     """A JSON document."""
 
@@ -238,6 +271,12 @@ class Flushed(_Message):
 
 class Explained(_Message):
     lines: tuple[str, ...]
+
+
+class Listed(_Message):
+    keys: bytes
+    tiers: bytes
+    cursor: int
 
 
 class Configured(_Message):
@@ -258,10 +297,13 @@ ManagerMessage = (
     | Expired
     | Recall
     | Grant
+    | Stored
+    | Removed
     | StatusReply
     | Purged
     | Flushed
     | Explained
+    | Listed
     | Configured
 )
 

@@ -189,6 +189,103 @@ class TestExact:
         assert world.accounts.get("leased", 0) == sum(resident for resident, _ in told) * SLOT
 
 
+class TestUsed:
+    """What the engine has itself of a chain is not asked for, and must not age meanwhile."""
+
+    def pressed(self, world: World, engine: Engine, keys: list[bytes]) -> list[bytes]:
+        """Which of ``keys`` outlive that room is made for one object."""
+        before = world.core.catalogue.evicted
+        while world.core.catalogue.evicted == before:
+            engine.commit([f"p{world.now:07}".encode()])
+        return world.resident(keys)
+
+    def test_it_counts_as_used_and_nothing_of_it_is_leased(self):
+        world, engine, keys = stored(6, pages=4)
+        engine.store(chain(3, "b"))
+        (answer,) = engine.prepare((0, chain(1, "b")), op=1, used=[(0, keys)])
+        assert isinstance(answer, Answer)
+        assert (answer.resident, len(offsets_of(answer)), answer.reason) == (1, 1, Reason.NONE)
+        assert world.accounts["leased"] == SLOT
+        assert self.pressed(world, engine, keys) == keys
+        assert world.resident(chain(3, "b")) == chain(2, "b")
+
+    @pytest.mark.parametrize("batch", [2, 256])
+    def test_its_end_is_older_than_its_start(self, batch: int, monkeypatch: pytest.MonkeyPatch):
+        world, engine, keys = stored(6)
+        engine.query(keys[3:])
+        monkeypatch.setattr(ev, "MAX_BATCH", batch)
+        engine.prepare(op=1, used=[(0, keys)])
+        index = world.core.catalogue.find(NAMESPACE, 0)
+        assert index is not None
+        order, row = [], world.core.catalogue.older[index.recency.head]
+        while row != index.recency.head:
+            order.append(world.core.catalogue.key[row])
+            row = world.core.catalogue.older[row]
+        assert order == keys
+
+    @pytest.mark.parametrize("parts", [[b"unknown."], []], ids=["missing", "empty"])
+    def test_it_counts_whatever_becomes_of_the_rest(self, parts: list[bytes]):
+        world, engine, keys = stored(6, pages=4)
+        engine.store(chain(3, "b"))
+        named = [(0, parts)] if parts else []
+        (answer,) = engine.prepare(*named, op=1, used=[(0, [*keys, b"not here"])])
+        reason = Reason.NOT_STORED if parts else Reason.NONE
+        assert answer == Answer(engine.scheduler, 1, 1, 0, b"", reason)
+        assert self.pressed(world, engine, keys) == keys
+
+    def test_what_of_it_is_in_a_log_alone_is_not_read(self):
+        world = World()
+        world.open_log(chain(3))
+        engine = world.engine(slots=2)
+        engine.prepare(op=1, used=[(0, chain(3))])
+        assert not world.disk.flying
+        assert world.core.catalogue.cold == 3
+
+    def test_it_is_a_second_touch_of_what_is_to_be_written(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(ev, "MAX_BATCH", 2)
+        world = World(limits=Limits(second_touch=True))
+        engine = world.engine()
+        keys = [f"{i}{i}{i}{i}{i}{i}{i}{i}".encode() for i in range(5)]  # each of a mark of its own
+        engine.store(keys)
+        world.open_log()
+        engine.prepare(op=1, used=[(0, keys)])
+        world.finish()
+        assert not [effect for effect in world.told if isinstance(effect, ev.Write)]
+        engine.prepare(op=2, used=[(0, [keys[0], b"not here", *keys[1:]])])
+        world.finish()
+        written = [one for effect in world.told if isinstance(effect, ev.Write) for one in effect.objects]
+        told = {one.key: (one.parent, one.depth) for one in written}
+        assert told == {
+            keys[0]: (b"", 0),
+            keys[1]: (b"not here", 2),
+            **{keys[at]: (keys[at - 1], at + 1) for at in range(2, 5)},
+        }
+
+    def test_it_is_marked_although_the_answer_waits_for_a_read(self):
+        world = World()
+        world.open_log(chain(1, "cold"))
+        engine = world.engine(slots=2)
+        engine.store(chain(4))
+        clock = world.core.catalogue.recency._clock
+        told = engine.prepare((0, chain(1, "cold")), op=1, used=[(0, chain(4))])
+        assert ev.Waiting in map(type, told)
+        index = world.core.catalogue.find(NAMESPACE, 0)
+        assert index is not None
+        assert all(world.core.catalogue.stamp[index.maps[key[-1]][key]] > clock for key in chain(4))
+
+    @pytest.mark.parametrize("wrong", ["torn", "many", "unknown"])
+    def test_it_has_the_limits_of_what_is_asked_for(self, wrong: str, monkeypatch: pytest.MonkeyPatch):
+        world, engine, keys = stored(4)
+        monkeypatch.setattr(ev, "MAX_QUERY_KEYS", 6)
+        used = {"torn": (0, [*keys, b"half"]), "many": (0, keys), "unknown": (7, keys)}[wrong]
+        (told,) = engine.prepare((0, keys[:3]), op=1, used=[used])
+        if wrong == "unknown":
+            assert told == Answer(engine.scheduler, 1, 1, 0, b"", Reason.DETACHED)
+        else:
+            assert isinstance(told, Refuse)
+        assert "leased" not in world.accounts
+
+
 class TestBudgets:
     def test_one_engine_is_kept_to_its_share(self):
         world, one, keys = stored(14, pages=4, limits=Limits(engine_share=0.25))
@@ -412,6 +509,27 @@ class TestExplain:
         engine.release(7)
         assert "released" in self.explain(world, op=7)
         assert "now:" not in self.explain(world, op=7)
+
+    @pytest.mark.parametrize("over", [False, True])
+    def test_what_cut_a_hit(self, over: bool):
+        world, engine, keys = stored(2)
+        engine.open(5, group=2)
+        if not over:
+            engine.query(keys, op=7)
+        assert world.settle(ev.Cut(engine.scheduler, 7, 5, b"unknown.", 14)) == []
+        name = b"unknown.".hex()
+        assert f"hit cut by group 2 at block 14: key ...{name} was not stored" in self.explain(world, op=7)
+        assert "cut the hit of operation 7: group 2 at block 14" in self.explain(world, key=b"unknown.")
+        assert f"operation 7 of session {engine.scheduler} hit cut by group 2" in self.explain(world)
+
+    def test_a_cut_that_means_nothing(self):
+        world, engine, _ = stored(1)
+        worker = engine.workers[0]
+        for session, space in ((engine.scheduler, 9), (worker, 0), (12345, 0)):
+            assert world.settle(ev.Cut(session, 7, space, b"unknown.", 14)) == []
+        assert self.explain(world, op=7) == "nothing is known or remembered of it"
+        (told,) = world.settle(ev.Cut(engine.scheduler, 7, 0, b"short", 14))
+        assert isinstance(told, Refuse)
 
     def test_nothing_is_known_of_what_never_was(self):
         world, _, _ = stored(1)

@@ -19,6 +19,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Back the engine's own manager's arena with huge pages, which must be there."""
     ssd: str | None = None
     """A directory of the engine's own manager and its size, e.g. ``/var/cache/kvhold:500GiB``; outlives restarts."""
+    epoch: str | None = None
+    """Whatever stands for the weights' age where their files do not, e.g. ``step-1200``: engines share within one."""
     save_decode_cache: bool = False
     """Also keep blocks that were filled by generated tokens, not by the prompt alone."""
     step_budget_ms: float = 1.0

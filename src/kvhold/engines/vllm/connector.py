@@ -8,7 +8,7 @@ engine. Only the constructor and ``register_kv_caches`` may refuse.
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -33,11 +33,11 @@ from kvhold.engines.vllm.worker import WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -145,6 +145,10 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.take_results() if self._worker is not None else KVConnectorTransferResults()
 
+    @_guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
     @_guarded(_nothing)
     def build_connector_worker_meta(self) -> CopyReport | None:
         return self._worker.take_report() if self._worker is not None else None
@@ -156,9 +160,16 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind_reports(report for report in metadata.values() if isinstance(report, WorkerReport))
 
-    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same with pipeline stages; reports say themselves whose they are."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.bind_pool(gpu_block_pool)
+            self._scheduler.bind_manager(kv_cache_manager)
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -184,14 +195,35 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        self._scheduler.finished(request)
+        try:
+            self._scheduler.finished_tables(request, block_ids)
+        finally:
+            self._scheduler.finished(request)
         return False, None
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @_guarded(lambda: False)
+    def register_finished_partial_tail(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """States at the request's end are held by reference: nothing of the request has to wait for them."""
+        assert self._scheduler is not None
+        self._scheduler.finished_tables(request, block_ids, partial_tail_offloads)
+        return False
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.holding
+
+    @_guarded(tuple)
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        if self._scheduler is None or self._scheduler.events is None:
+            return ()
+        return list(self._scheduler.events.take())
 
     @_guarded(lambda: True)
     def reset_cache(self) -> bool | None:

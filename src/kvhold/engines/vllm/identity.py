@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
 from kvhold.copy.layout import PagedLayout
+from kvhold.engines.vllm.groups import Group
 from kvhold.engines.vllm.weights import weights_digest
 
 if TYPE_CHECKING:
@@ -21,20 +23,23 @@ log = init_logger(__name__)
 
 PRIVATE = "private"
 """Stands for what cannot be identified: an engine with it in its identity shares nothing with any other."""
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Of kvhold's own order of bytes in an object."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 _FIXED_POSITIONS = {"default", "linear", "llama3", "yarn", "mrope"}
 """Rope types that depend on the model's configuration alone."""
+_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that guess without a model."""
 _RANDOM_HASHES = ("xxhash", "xxhash_cbor")
 
 
-def describe(config: "VllmConfig", cache: "KVCacheConfig", layout: PagedLayout) -> dict[str, Any]:
-    """One rank's identity as plain data, equal on all ranks of an engine but for the sizes of their shards."""
+def describe(
+    config: "VllmConfig", cache: "KVCacheConfig", groups: Sequence[Group], layouts: Sequence[PagedLayout]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What makes KV incompatible, as plain data: equal on all ranks of an engine; and on those of a pipeline stage."""
     model, kv, parallel = config.model_config, config.cache_config, config.parallel_config
-    group = cache.kv_cache_groups[0]
     layers = config.compilation_config.static_forward_context
-    return {
+    common = {
         "kvhold_layout": LAYOUT_VERSION,
         "engine": f"vllm {vllm_version}",
         "weights": weights_identity(model, config.load_config.load_format),
@@ -45,16 +50,47 @@ def describe(config: "VllmConfig", cache: "KVCacheConfig", layout: PagedLayout) 
         "implementation": [repr(model.model_impl), repr(model.model_class_overrides), repr(model.code_revision)],
         "processor": repr(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
         "positions": _positions(model),
-        "group": [repr(group.kv_cache_spec), list(group.layer_names)],
-        "layers": [_layer(layers.get(name)) for name in group.layer_names],
+        "drafter": _drafter(config),
         "kv_layout": repr(cache.kv_cache_layout),
         "kv_dtype": [kv.cache_dtype, *_scales(config)],
+        "mamba": [str(getattr(kv, name, "")) for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")],
         "block_size": kv.block_size,
         "hash_block_size": repr(cache.hash_block_size),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pages": [run.page for run in layout.runs for _ in range(run.layers)],
-        "device": [torch.device(layout.device).type, _machine(layout)],
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.decode_context_parallel_size,
+            repr(getattr(parallel, "cp_kv_cache_interleave_size", None)),
+            cache.kv_tp_replicas,
+        ],
+        "device": [torch.device(layouts[0].device).type, _machine(layouts[0])],
     }
+    stage = {
+        "groups": [
+            {
+                "index": group.index,
+                "spec": repr(cache.kv_cache_groups[group.index].kv_cache_spec),
+                "layers": [
+                    [name, *_layer(layers.get(name))] for name in cache.kv_cache_groups[group.index].layer_names
+                ],
+                "pages": [run.page for run in layout.runs for _ in range(run.layers)],
+            }
+            for group, layout in zip(groups, layouts, strict=True)
+        ]
+    }
+    return common, stage
+
+
+def _drafter(config: "VllmConfig") -> list[str]:
+    """The model whose guesses are checked, where its KV is kept with the target's."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_KV:
+        return []
+    model = speculative.draft_model_config
+    if model is None:
+        return [str(speculative.method)]
+    described = json.dumps(_model_config(model), sort_keys=True)
+    return [str(speculative.method), weights_identity(model, config.load_config.load_format), described]
 
 
 def digest(identity: dict[str, Any]) -> bytes:
@@ -64,12 +100,24 @@ def digest(identity: dict[str, Any]) -> bytes:
 
 def is_private(identity: dict[str, Any]) -> bool:
     """Whether the engine must not share, because something about it cannot be identified."""
-    return PRIVATE in (identity["weights"], *identity["kv_dtype"])
+    return PRIVATE in (identity["weights"], *identity["kv_dtype"], *identity["drafter"])
 
 
-def namespace(base: bytes, hash_algorithm: str, hash_seed: str, salt: bytes) -> bytes:
-    """The namespace of an engine whose workers agree on ``base``; ``salt`` is empty until the engine is re-keyed."""
-    return hashlib.sha256(b"\0".join((base, hash_algorithm.encode(), hash_seed.encode(), salt))).digest()
+def namespace(digests: Sequence[bytes], hash_algorithm: str, hash_seed: str, salt: bytes) -> bytes:
+    """The namespace of an engine whose workers agree on ``digests``, all of one length.
+
+    ``salt`` is empty, or a :func:`variant`.
+    """
+    return hashlib.sha256(b"\0".join((*digests, hash_algorithm.encode(), hash_seed.encode(), salt))).digest()
+
+
+def variant(epoch: str, salt: bytes, adapter: bytes) -> bytes:
+    """What sets namespaces of the same weights apart: the operator's epoch, a re-keying's salt, an adapter's digest.
+
+    Empty if there is none of them.
+    """
+    parts = (epoch.encode(), salt, adapter)
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest() if any(parts) else b""
 
 
 def hashes_are_private(hash_algorithm: str) -> bool:

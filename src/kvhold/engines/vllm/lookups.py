@@ -1,173 +1,190 @@
 """The questions of waiting requests: how far can this prompt be restored?
 
-vLLM asks about a waiting request in every step until it is admitted. One question is sent per set of inputs; all
+vLLM asks about a waiting request in every step until it is admitted. One question is put per set of inputs; all
 further calls are answered from here, and the lease that came with the answer is kept until it is used or given up.
 """
 
 import time
-from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
 
 from kvhold.client.control import Control, Ticket
+from kvhold.engines.vllm.questions import Part, Question
 from kvhold.engines.vllm.stats import KvHoldStats
+
+log = init_logger(__name__)
 
 _FRESH_SECONDS = 10.0
 """A leased answer that its request could not use by then is given up and asked for again: leases pin DRAM."""
 _FRESH_MISS_SECONDS = 1.0
 """A request that still waits asks again about what was missing: others may have stored it meanwhile."""
 
+Ask = Callable[[Ticket | None], Question]
+"""Puts a request's question, in place of a former one if there is."""
+
 
 @dataclass(slots=True)
 class Lookup:
-    """One question and what became of it. Counts are blocks from the prompt's start, ``offsets`` bytes in the arena.
+    """A question about tokens ``local`` to ``limit`` and what became of it.
 
-    ``resident`` is None until the question is answered; ``closed`` once it was given up, which makes it a miss.
+    ``answered`` once it is; ``closed`` once it was given up, which makes it a miss; ``leased`` while it holds a lease.
     """
 
-    ticket: Ticket | None
+    question: Question | None
     attachment: int
-    first: int
-    last: int
+    local: int
+    limit: int
     since: float
-    resident: int | None = None
+    answered: bool = False
     closed: bool = False
-    offsets: "array[int]" = field(default_factory=lambda: array("Q"))
+    leased: bool = False
 
 
 class Lookups:
-    """Questions by request id, over blocks of ``block_tokens``. ``patient`` engines defer a request for a step."""
+    """Questions by request id. ``patient`` engines defer a request for a step."""
 
-    def __init__(self, control: Control, stats: KvHoldStats, block_tokens: int, patient: bool) -> None:
+    def __init__(self, control: Control, stats: KvHoldStats, patient: bool) -> None:
         self._control = control
         self._stats = stats
-        self._block_tokens = block_tokens
         self._patient = patient
         self._by_request: dict[str, Lookup] = {}
 
-    def find(self, request: str, space: int, first: int, last: int, hashes: Sequence[bytes]) -> int | None:
-        """Blocks from ``first`` up to ``last`` that can be restored; None to be asked again in the next step.
-
-        ``hashes`` are those of the prompt's blocks; the ones before ``first`` only say that their objects are in use.
-        """
-        lookup = self._current(request, first, last)
+    def find(self, request: str, local: int, limit: int, ask: Ask) -> int | None:
+        """Tokens beyond ``local`` up to ``limit`` that can be restored; None to be asked again in the next step."""
+        lookup = self._current(request, local, limit)
         if lookup is None:
-            lookup = self._by_request[request] = self._ask(request, space, first, last, hashes)
-        if lookup.closed:
+            lookup = self._by_request[request] = self._ask(request, local, limit, ask)
+        if lookup.closed or lookup.question is None:
             return 0
-        wanted = last > first
-        if lookup.resident is None and not self._take_answer(lookup, patient=wanted):
-            if not wanted:
+        wanted = limit > local
+        if not lookup.answered and not self._take_answer(lookup, patient=wanted):
+            if not wanted or lookup.closed:
                 return 0
             # Reading from a disk is worth a wait to everybody.
-            patient = self._patient or (lookup.ticket is not None and self._control.reading(lookup.ticket))
-            if patient and not self._overdue(lookup):
+            patient = self._patient or self._control.reading(lookup.question.ticket)
+            if patient and not self._control.overdue(lookup.question.ticket):
                 return None
             self._stats.add("answers_overdue")
-            self._stats.add("tokens_missed_deadline", (last - first) * self._block_tokens)
-            lookup.closed = True
-            self._release(lookup)
-        return len(lookup.offsets)
+            self._give_up(lookup, "deadline")
+        return lookup.question.hit if lookup.leased else 0
 
-    def miss(self, request: str, first: int, last: int, reason: str) -> None:
-        """Account once for blocks that are not asked for because of ``reason``."""
-        lookup = self._current(request, first, last)
+    def miss(self, request: str, local: int, limit: int, reason: str) -> None:
+        """Account once for tokens that are not asked for because of ``reason``."""
+        lookup = self._current(request, local, limit)
         if lookup is None or not lookup.closed:
             self.drop(request)
-            self._by_request[request] = self._missed(first, last, reason)
+            self._by_request[request] = self._missed(local, limit, reason)
 
-    def resident(self, request: str) -> int | None:
-        """Leading blocks of the prompt that the manager has, as far as it said; None while its answer is awaited."""
+    def stored(self, request: str) -> Sequence[Collection[int]] | None:
+        """By group, the ends of the prompt's blocks that the manager has, as far as it said; empty if nothing is known.
+
+        None while its answer is awaited."""
         lookup = self._by_request.get(request)
         if lookup is None or lookup.closed or lookup.attachment != self._control.attachment:
-            return 0
-        if lookup.resident is None and not self._take_answer(lookup, patient=True):
-            return 0 if self._overdue(lookup) else None
-        return lookup.resident
+            return ()
+        assert lookup.question is not None
+        if not lookup.answered and not self._take_answer(lookup, patient=True):
+            return () if lookup.closed or self._control.overdue(lookup.question.ticket) else None
+        return lookup.question.stored
 
     def settle(self, request: str) -> None:
         """The request is admitted without a restore: give the lease back, keep what is known."""
         lookup = self._by_request.get(request)
-        if lookup is not None and lookup.offsets:
-            lookup.offsets = array("Q")
+        if lookup is not None and lookup.leased:
             self._release(lookup)
 
-    def take(self, request: str, blocks: int) -> "tuple[Ticket, int, array[int]] | None":
-        """(question, first block, offsets) of a restore of ``blocks``; the caller now owns the lease. None without."""
+    def take(self, request: str, tokens: int) -> tuple[Ticket, int, list[Part]] | None:
+        """(question, its ``local``, what to restore) for ``tokens`` of a hit; the caller now owns the lease."""
         lookup = self._by_request.get(request)
-        if lookup is None or lookup.closed or len(lookup.offsets) < blocks or lookup.ticket is None:
+        if lookup is None or lookup.closed or not lookup.leased or lookup.question is None:
             return None
-        if lookup.attachment != self._control.attachment or not self._control.start(lookup.ticket):
+        if lookup.attachment != self._control.attachment:
             return None
-        taken = lookup.ticket, lookup.first, lookup.offsets[:blocks]
-        lookup.offsets = array("Q")
-        return taken
+        parts = lookup.question.part(tokens)
+        if parts is None or not self._control.start(lookup.question.ticket):
+            return None
+        lookup.leased = False
+        return lookup.question.ticket, lookup.local, parts
 
     def drop(self, request: str) -> None:
         """Give up a request's question and lease, if it has any."""
         lookup = self._by_request.pop(request, None)
         if lookup is not None and not lookup.closed:
             self._count_unanswered(lookup)
-            if lookup.resident is None or lookup.offsets:
+            if not lookup.answered or lookup.leased:
                 self._release(lookup)
-
-    def _count_unanswered(self, lookup: Lookup) -> None:
-        if lookup.resident is None:
-            self._stats.add("tokens_missed_cancelled", (lookup.last - lookup.first) * self._block_tokens)
 
     def drop_all(self) -> None:
         for request in list(self._by_request):
             self.drop(request)
 
-    def _current(self, request: str, first: int, last: int) -> Lookup | None:
-        """The request's question if it was about the same blocks in the same session and is fresh."""
+    def _count_unanswered(self, lookup: Lookup) -> None:
+        if not lookup.answered:
+            self._stats.add("tokens_missed_cancelled", lookup.limit - lookup.local)
+
+    def _current(self, request: str, local: int, limit: int) -> Lookup | None:
+        """The request's question if it was about the same tokens in the same session and is fresh."""
         lookup = self._by_request.get(request)
         if lookup is None:
             return None
-        same = (lookup.first, lookup.last, lookup.attachment) == (first, last, self._control.attachment)
+        same = (lookup.local, lookup.limit, lookup.attachment) == (local, limit, self._control.attachment)
         age = time.monotonic() - lookup.since
-        missing = not lookup.closed and lookup.resident is not None and lookup.resident < last
-        if same and not (lookup.offsets and age > _FRESH_SECONDS) and not (missing and age > _FRESH_MISS_SECONDS):
+        missing = lookup.answered and lookup.question is not None and local + lookup.question.hit < limit
+        if same and not (lookup.leased and age > _FRESH_SECONDS) and not (missing and age > _FRESH_MISS_SECONDS):
             return lookup
         return None
 
-    def _overdue(self, lookup: Lookup) -> bool:
-        return lookup.ticket is None or self._control.overdue(lookup.ticket)
-
-    def _ask(self, request: str, space: int, first: int, last: int, hashes: Sequence[bytes]) -> Lookup:
+    def _ask(self, request: str, local: int, limit: int, ask: Ask) -> Lookup:
         if self._control.silent:
             self.drop(request)
-            return self._missed(first, last, "deadline")
+            return self._missed(local, limit, "deadline")
         former = self._by_request.pop(request, None)
+        ticket = None
         if former is not None and not former.closed:
             self._count_unanswered(former)
-        self._count_asked(first, last)
-        # A lease that was taken for a restore is not given up by asking anew.
-        again = former is not None and not former.closed and (former.resident is None or former.offsets)
-        ticket = self._control.ask(space, first, b"".join(hashes[:last]), former.ticket if former and again else None)
-        return Lookup(ticket, self._control.attachment, first, last, ticket.since)
+            # A lease that was taken for a restore is not given up by asking anew.
+            if (former.leased or not former.answered) and former.question is not None:
+                ticket = former.question.ticket
+        self._count_asked(local, limit)
+        question = ask(ticket)
+        return Lookup(question, self._control.attachment, local, limit, question.ticket.since)
 
-    def _count_asked(self, first: int, last: int) -> None:
-        self._stats.add("lookups", last > first)
-        self._stats.add("tokens_asked", (last - first) * self._block_tokens)
+    def _count_asked(self, local: int, limit: int) -> None:
+        self._stats.add("lookups", limit > local)
+        self._stats.add("tokens_asked", limit - local)
 
-    def _missed(self, first: int, last: int, reason: str) -> Lookup:
-        self._count_asked(first, last)
-        self._stats.add(f"tokens_missed_{reason}", (last - first) * self._block_tokens)
-        return Lookup(None, self._control.attachment, first, last, time.monotonic(), closed=True)
+    def _missed(self, local: int, limit: int, reason: str) -> Lookup:
+        self._count_asked(local, limit)
+        self._stats.add(f"tokens_missed_{reason}", limit - local)
+        return Lookup(None, self._control.attachment, local, limit, time.monotonic(), closed=True)
+
+    def _give_up(self, lookup: Lookup, reason: str) -> None:
+        self._stats.add(f"tokens_missed_{reason}", lookup.limit - lookup.local)
+        lookup.closed = True
+        self._release(lookup)
 
     def _take_answer(self, lookup: Lookup, patient: bool) -> bool:
-        answer = self._control.answer(lookup.ticket, patient) if lookup.ticket is not None else None
-        if answer is None:
+        question = lookup.question
+        assert question is not None
+        try:
+            if not question.progress(patient):
+                return False
+        except Exception:
+            log.exception("kvhold: a search for a hit failed; its request is computed")
+            self._give_up(lookup, "error")
             return False
-        lookup.resident = answer.resident
-        lookup.offsets.frombytes(answer.offsets)
-        hit = len(lookup.offsets)
-        self._stats.add("tokens_hit", hit * self._block_tokens)
-        reason = answer.reason or "not_stored"
-        self._stats.add(f"tokens_missed_{reason}", (lookup.last - lookup.first - hit) * self._block_tokens)
+        lookup.answered = True
+        lookup.leased = question.hit > 0
+        short = lookup.limit - lookup.local - question.hit
+        self._stats.add("tokens_hit", question.hit)
+        self._stats.add(f"tokens_missed_{question.reason}", short)
+        if short and question.cut is not None:
+            self._stats.add("tokens_cut", short, group=question.cut)
         return True
 
     def _release(self, lookup: Lookup) -> None:
-        if lookup.attachment == self._control.attachment and lookup.ticket is not None:
-            self._control.release((lookup.ticket,))
+        lookup.leased = False
+        if lookup.attachment == self._control.attachment and lookup.question is not None:
+            self._control.release((lookup.question.ticket,))

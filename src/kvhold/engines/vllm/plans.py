@@ -1,4 +1,4 @@
-"""What the two halves tell each other in every step, through the engine."""
+"""What the two halves tell each other in every step, through the engine. Groups are numbered among those kept."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,21 +9,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+Copies = tuple[int, list[int], "array[int]"]
+"""(group, blocks of it, the arena offset of each block's object)."""
+
 
 @dataclass(slots=True)
 class Load:
-    """Restore arena ``offsets`` into ``blocks`` for a request. No offsets: report it as failed."""
+    """Restore ``parts`` for a request; ``blocks`` are all that it waits for. No parts: report it as failed."""
 
     request: str
+    parts: list[Copies]
     blocks: list[int]
-    offsets: "array[int]"
 
 
 @dataclass(slots=True)
 class Publish:
-    """Copy ``blocks`` to arena ``offsets`` once the step's forward has written them."""
+    """Copy ``blocks`` of a group to arena ``offsets`` once the step's forward has written them."""
 
     batch: int
+    group: int
     blocks: list[int]
     offsets: "array[int]"
 
@@ -32,14 +36,14 @@ class Publish:
 class StepPlan(KVConnectorMetadata):
     """Scheduler to workers: step ``step``, planned against the manager of ``incarnation``.
 
-    Offsets are those of whole objects; each rank's shard begins ``starts[rank]`` bytes into one.
+    Offsets are those of whole objects; the shard of a rank begins ``starts[group][rank]`` bytes into one.
     """
 
     step: int
     incarnation: int
     loads: list[Load] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)
-    starts: tuple[int, ...] = ()
+    starts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -58,11 +62,18 @@ class CopyReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorHandshakeMetadata):
-    """A worker's geometry: its identity's digest must be the same on all ranks. Bytes are its part of an object."""
+    """A worker's geometry. ``digest`` must be the same on all ranks, ``stage_digest`` on those of one pipeline stage.
+
+    ``shard_bytes`` are its part of an object, by group; 0 where it has no layer. ``owner`` is the rank whose part its
+    own is a copy of: itself, unless ranks hold the same KV.
+    """
 
     rank: int
     world: int
+    stage: int
+    owner: int
     digest: bytes
-    shard_bytes: int
+    stage_digest: bytes
+    shard_bytes: tuple[int, ...]
     private: bool
     summary: str

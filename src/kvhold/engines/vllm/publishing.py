@@ -1,20 +1,23 @@
 """Which blocks to publish, into which slots, and how long their source is held.
 
-A block is published in the step that completes it, from the engine's own current block table. Until every rank's copy
+A block is published in the step that completes it, from the engine's own current block table; a Mamba state when the
+engine hands it over; what the last step of a request completed, before its blocks are freed. Until every rank's copy
 has ended, whatever its outcome, the block is held by a reference in the engine's block pool, so that its request may
 finish, be aborted or be preempted meanwhile. A hold never waits for the manager.
 """
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from kvhold.client.control import Control, Slots
+from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.plans import CopyReport, Publish
+from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.stats import KvHoldStats
 
 if TYPE_CHECKING:
@@ -29,20 +32,34 @@ STALL_SECONDS = 60
 HOLD_SHARE = 2
 """At most one in so many of the engine's blocks is held for copies that outlive their step."""
 
+Handed = tuple[int, int, int]
+"""A state that the engine hands over: (engine's group, block, tokens after which it is the state)."""
+
 
 @dataclass(slots=True)
 class Source:
-    """A request with blocks to publish; ``done`` leading ones are stored or on their way, None if not known yet."""
+    """A request with blocks to publish: of each group, ``done`` leading ones are stored, under way, or never will be.
+
+    ``stored[g]`` are the ends, in tokens, of others that the manager has; None if that is not known yet. All of it is
+    about the session ``attachment`` and its ``spaces``.
+    """
 
     request: "Request"
-    done: int | None = None
+    attachment: int = 0
+    spaces: Sequence[int] = ()
+    done: list[int] = field(default_factory=list)
+    stored: Sequence[Collection[int]] | None = None
+
+    def has(self, group: int, tokens: int) -> bool:
+        return bool(self.stored) and tokens in self.stored[group]  # type: ignore[index]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Blocks of one chain on their way: ``keys[i]`` from ``blocks[i]`` into the i-th slot."""
+    """Blocks of one chain of one group on their way: ``keys[i]`` from ``blocks[i]`` into the i-th slot."""
 
     space: int
+    group: int
     attachment: int
     parent: bytes
     keys: list[bytes]
@@ -55,34 +72,47 @@ class Batch:
 
 
 class Publishing:
-    """Publishing of one engine. ``resident`` says how many leading blocks of a request's prompt the manager has."""
+    """Publishing of one engine.
+
+    ``spaces`` says where a request's blocks go, None for nowhere; ``stored`` which the manager has, by group and end;
+    ``sure`` whether what was computed for a space until a time is what the space is for, None while that is not known;
+    ``events`` are told of what is published, if anybody wants to know.
+    """
 
     def __init__(
         self,
         control: Control,
         stats: KvHoldStats,
-        block_tokens: int,
         decode: bool,
-        resident: Callable[[str], int | None],
+        spaces: Callable[["Request"], Sequence[int] | None],
+        stored: Callable[[str], Sequence[Collection[int]] | None],
+        sure: Callable[[int, float], bool | None],
+        events: CacheEvents | None,
     ) -> None:
         self._control = control
         self._stats = stats
-        self._block_tokens = block_tokens
         self._decode = decode
-        self._resident = resident
+        self._spaces = spaces
+        self._stored = stored
+        self._sure = sure
+        self._events = events
         self._pool: BlockPool | None = None
+        self._reach: Reach | None = None
         self._sources: dict[str, Source] = {}
         self._batches: dict[int, Batch] = {}
-        self._under_way: set[bytes] = set()
+        self._copied: list[tuple[Batch, Mapping[int, int], float]] = []  # with what was expected, and since when
+        self._late: list[Publish] = []  # begun between two steps; the next one carries them
+        self._under_way: set[tuple[int, bytes]] = set()  # (space, key)
         self._next_batch = 1
 
-    def bind(self, pool: "BlockPool") -> None:
-        self._pool = pool
+    def bind(self, pool: "BlockPool", reach: Reach) -> None:
+        self._pool, self._reach = pool, reach
 
     @property
     def holding(self) -> bool:
-        """Whether blocks of the engine are held for copies that have not ended."""
-        return bool(self._batches)
+        """Whether copies are under way, for which blocks of the engine are held, or have ended and nobody was told."""
+        mine = self._control.attachment
+        return bool(self._batches) or any(batch.attachment == mine for batch, _, _ in self._copied)
 
     def admit(self, request: "Request") -> None:
         """``request`` has been given blocks."""
@@ -95,15 +125,52 @@ class Publishing:
         """Publish no more blocks that were computed before now."""
         self._sources.clear()
 
-    def plan(self, output: "SchedulerOutput", space: int, plans: list[Publish]) -> None:
+    # --- in a step ----------------------------------------------------------------------------------------------
+
+    def plan(self, output: "SchedulerOutput", plans: list[Publish]) -> None:
         """Add to ``plans`` what the workers shall copy after this step's forward."""
         self._watch()
-        scheduled = output.num_scheduled_tokens
-        for name in [name for name in self._sources if name in scheduled]:
+        self._conclude()
+        scheduled, state = output.num_scheduled_tokens, output.kv_connector_block_state
+        if state is None or self._reach is None:
+            return
+        handed = state.boundary_state_offloads
+        preempted, finished = output.preempted_req_ids or (), output.finished_req_ids
+        for name in [name for name in self._sources if name in scheduled or name in handed]:
             source = self._sources[name]
-            self._plan_one(source, scheduled[name], output, space, plans)
-            if not self._decode and source.done is not None and source.done >= self._limit(source.request):
+            tables = state.get_block_ids(name)
+            if tables is None or name in preempted or name in finished or not self._is_known(source):
+                continue
+            computed = source.request.num_computed_tokens + scheduled.get(name, 0)
+            over = self._publish_complete(source, tables, computed, plans)
+            self._publish_handed(source, tables, handed.get(name, ()), plans)
+            if over and not self._decode and computed > source.request.num_prompt_tokens:
                 del self._sources[name]
+
+    def _is_known(self, source: Source) -> bool:
+        """Whether it is known where the source's blocks go and which are there; a new session begins anew."""
+        spaces = self._spaces(source.request)
+        if spaces is None:
+            return False
+        if source.attachment != self._control.attachment or source.spaces != spaces:
+            again = source.attachment > 0
+            source.attachment, source.spaces = self._control.attachment, spaces
+            source.done = [0] * len(spaces)
+            source.stored = () if again else None
+        if source.stored is None:
+            source.stored = self._stored(source.request.request_id)
+        return source.stored is not None
+
+    def take_late(self) -> list[Publish]:
+        """What was begun since the last step; what was begun in a session that is over is let go instead."""
+        late, self._late = self._late, []
+        current = []
+        for publish in late:
+            if self._batches[publish.batch].attachment == self._control.attachment:
+                current.append(publish)
+            else:
+                self._let_go(publish.batch)
+        return current
 
     def _watch(self) -> None:
         """Say so when a copy takes very long. Its blocks and slots stay: a time is no proof that nobody writes."""
@@ -116,96 +183,191 @@ class Publishing:
         log.warning(text, len(oldest.blocks), STALL_SECONDS, sorted(oldest.ended))
 
     def _limit(self, request: "Request") -> int:
-        """Blocks of a request that may ever be published."""
-        known = len(request.block_hashes)
-        return known if self._decode else min(known, request.num_prompt_tokens // self._block_tokens)
+        """Tokens of a request that may ever be published: their values are final."""
+        assert self._reach is not None
+        known = len(request.block_hashes) * self._reach.hash_tokens
+        return known if self._decode else min(known, request.num_prompt_tokens)
 
-    def _plan_one(
-        self, source: Source, scheduled: int, output: "SchedulerOutput", space: int, plans: list[Publish]
-    ) -> None:
-        request = source.request
-        if source.done is None:
-            source.done = self._resident(request.request_id)
-            if source.done is None:
-                return
-        ready = (request.num_computed_tokens + scheduled) // self._block_tokens
-        end = min(self._limit(request), ready)
-        if end <= source.done:
-            return
-        state = output.kv_connector_block_state
-        tables = state.get_block_ids(request.request_id) if state is not None else None
-        if tables is None:
-            return
-        table, hashes = tables[0], request.block_hashes
-        end = min(end, len(table))
-        while source.done < end:
-            start = source.done
-            while start < end and (hashes[start] in self._under_way or table[start] == 0):
+    def _publish_complete(
+        self,
+        source: Source,
+        tables: Sequence[Sequence[int]],
+        computed: int,
+        plans: list[Publish],
+        resumed_at: Sequence[int] = (),
+    ) -> bool:
+        """Publish blocks that ``computed`` tokens complete; whether none of this request is left to."""
+        reach, limit, over = self._reach, self._limit(source.request), True
+        assert reach is not None
+        for at, group in enumerate(reach.groups):
+            if group.handed:
+                continue
+            final = limit // group.block_tokens
+            end = min(final, reach.settled(at, computed) // group.block_tokens, len(tables[group.index]))
+            start = source.done[at]
+            if start < end:
+                useful = reach.useful(at, start, end, source.request, resumed_at)
+                source.done[at] = self._publish_range(source, at, tables[group.index], start, end, useful, plans)
+            over = over and source.done[at] >= final
+        return over
+
+    def _publish_range(
+        self,
+        source: Source,
+        at: int,
+        table: Sequence[int],
+        start: int,
+        end: int,
+        useful: Sequence[bool] | None,
+        plans: list[Publish],
+    ) -> int:
+        """Publish what is worth it of a group's blocks [start, end), run by run; up to where that is done."""
+        reach, space, hashes = self._reach, source.spaces[at], source.request.block_hashes
+        assert reach is not None
+        origin, tokens = start, reach.groups[at].block_tokens
+
+        def wanted(block: int) -> bool:
+            return (
+                table[block] != 0
+                and (useful is None or useful[block - origin])
+                and not source.has(at, (block + 1) * tokens)
+                and (space, bytes(hashes[reach.hash_of(at, block)])) not in self._under_way
+            )
+
+        while start < end:
+            if not wanted(start):
                 start += 1
-            stop = start
-            while stop < end and hashes[stop] not in self._under_way and table[stop] != 0:
+                continue
+            stop = start + 1
+            while stop < end and wanted(stop):
                 stop += 1
-            taken = self._begin(space, start, stop, table, request, plans) if stop > start else 0
-            source.done = start + taken
-            if start + taken < stop:
-                return
+            keys = [bytes(hashes[reach.hash_of(at, block)]) for block in range(start, stop)]
+            taken = self._begin(source, at, (start + 1) * tokens, keys, list(table[start:stop]), plans)
+            start += taken
+            if start < stop:
+                break
+        return start
+
+    def _publish_handed(
+        self, source: Source, tables: Sequence[Sequence[int]], handed: Iterable[Handed], plans: list[Publish]
+    ) -> None:
+        """Publish states, and where one stands inside of a block of another group, that block as far as it goes."""
+        reach, limit = self._reach, self._limit(source.request)
+        assert reach is not None
+        for index, block, tokens in handed:
+            at = reach.by_index.get(index)
+            if at is None or block == 0 or not 0 < tokens <= limit or tokens % reach.hash_tokens:
+                continue
+            self._publish_state(source, at, block, tokens, plans)
+            for other, group in enumerate(reach.groups):
+                inside = tokens // group.block_tokens
+                table = tables[group.index]
+                if not group.handed and tokens % group.block_tokens and inside < len(table) and table[inside]:
+                    self._publish_state(source, other, table[inside], tokens, plans)
+
+    def _publish_state(self, source: Source, at: int, block: int, tokens: int, plans: list[Publish]) -> None:
+        """Publish a block under the hash of its first ``tokens``."""
+        reach = self._reach
+        assert reach is not None
+        key = bytes(source.request.block_hashes[tokens // reach.hash_tokens - 1])
+        if (source.spaces[at], key) not in self._under_way and not source.has(at, tokens):
+            self._begin(source, at, tokens, [key], [block], plans)
 
     def _begin(
-        self, space: int, start: int, stop: int, table: list[int], request: "Request", plans: list[Publish]
+        self, source: Source, at: int, end: int, keys: list[bytes], blocks: list[int], plans: list[Publish]
     ) -> int:
-        """Begin to publish blocks [start, stop) of a chain; how many there were slots and holds for."""
-        pool, wanted = self._pool, stop - start
-        if pool is None:
-            return 0
+        """Begin to publish ``keys``, a piece of a chain whose first ends after ``end`` tokens.
+
+        Returns how many there were slots and holds for.
+        """
+        pool, reach, space, wanted = self._pool, self._reach, source.spaces[at], len(keys)
+        assert pool is not None
+        assert reach is not None
         credit = self._control.credit.get(space)
         room = pool.num_gpu_blocks // HOLD_SHARE - sum(len(batch.blocks) for batch in self._batches.values())
         count = min(wanted, len(credit) if credit is not None else 0)
-        self._stats.add("blocks_without_credit", wanted - count)
+        self._stats.add("blocks_without_credit", wanted - count, group=at)
         if count > room:
             self._stats.add("blocks_over_hold_budget", count - max(0, room))
             count = max(0, room)
         if count == 0 or credit is None:
             return 0
-        hashes = request.block_hashes
-        blocks = table[start : start + count]
-        keys = [bytes(key) for key in hashes[start : start + count]]
-        parent = bytes(hashes[start - 1]) if start else b""
-        batch = Batch(
-            space, self._control.attachment, parent, keys, credit.take(count), blocks, start, time.monotonic()
-        )
+        blocks, keys = blocks[:count], keys[:count]
+        depth = (end - 1) // reach.groups[at].block_tokens
+        parent = bytes(source.request.block_hashes[reach.hash_of(at, depth - 1)]) if depth else b""
+        attachment, now = self._control.attachment, time.monotonic()
+        batch = Batch(space, at, attachment, parent, keys, credit.take(count), blocks, depth, now)
         pool.touch([pool.blocks[block] for block in blocks])
         self._batches[self._next_batch] = batch
-        self._under_way.update(keys)
-        plans.append(Publish(self._next_batch, blocks, array("Q", batch.slots.offsets)))
-        self._stats.add("blocks_published", count)
+        self._under_way.update((space, key) for key in keys)
+        plans.append(Publish(self._next_batch, at, blocks, array("Q", batch.slots.offsets)))
+        if self._events is not None:
+            tokens = reach.groups[at].block_tokens
+            for number, key in enumerate(keys):
+                start = (depth + number) * tokens
+                before = keys[number - 1] if number else parent
+                self._events.expect(space, key, Published(source.request, before, start, end + number * tokens))
+        self._stats.add("blocks_published", count, group=at)
         self._next_batch += 1
         return count
 
-    def ended(self, report: CopyReport, expected: tuple[int, ...]) -> None:
+    # --- at a request's end -------------------------------------------------------------------------------------
+
+    def finish(self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()) -> None:
+        """Publish what the last step of ``request`` completed; its blocks are still its own."""
+        source = self._sources.get(request.request_id)
+        if source is None or self._reach is None or not self._is_known(source):
+            return
+        # The last token was sampled, and nothing was computed from it.
+        settled = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+        resumed_at: tuple[int, ...] = ()
+        if self._decode:  # a conversation goes on where this one ends: what its window needs is still here
+            resumed_at = (settled,)
+            for at, group in enumerate(self._reach.groups):
+                if not group.whole and not group.handed:
+                    source.done[at] = 0
+        self._publish_complete(source, tables, settled, self._late, resumed_at)
+        self._publish_handed(source, tables, (each for each in handed if each[2] <= settled), self._late)
+
+    # --- at a copy's end ----------------------------------------------------------------------------------------
+
+    def ended(self, report: CopyReport, expected: Sequence[Mapping[int, int]]) -> None:
         """Copies have ended on some ranks. Where on all: let go of their source, then tell the manager.
 
+        ``expected[g]`` are the bytes that each rank which has a part of its own writes per object of the g-th group.
         Ranks may end in different steps; until the last one has, it still reads the source and writes the slots.
         """
-        over: list[Batch] = []
         for number, ranks in report.ended.items():
             batch = self._batches.get(number)
             if batch is None:
                 continue
             batch.ended.update(ranks)
-            if len(batch.ended) == len(expected):
+            if batch.ended.keys() >= expected[batch.group].keys():
                 self._let_go(number)
-                over.append(batch)
-        for batch in over:
+                self._copied.append((batch, expected[batch.group], time.monotonic()))
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Tell the manager of what was copied, as soon as it is sure that it was what its space is for."""
+        copied, self._copied = self._copied, []
+        for batch, wanted, since in copied:
             if batch.attachment != self._control.attachment:
                 continue
-            shards = tuple(batch.ended.get(rank, -1) for rank in range(len(expected)))
-            if batch.space in self._control.credit and shards == expected:
+            sure = self._sure(batch.space, since)
+            if sure is None:
+                self._copied.append((batch, wanted, since))
+                continue
+            whole = all(batch.ended[rank] == size for rank, size in wanted.items())
+            if sure and whole and batch.space in self._control.credit:
+                shards = tuple(wanted.values())
                 self._control.commit(batch.space, batch.parent, batch.depth, batch.keys, batch.slots, shards)
             else:
                 self._control.give_back(batch.space, batch.slots)
+                if self._events is not None:
+                    self._events.expect_no_more(batch.space, batch.keys)
 
     def _let_go(self, number: int) -> None:
         batch = self._batches.pop(number)
-        self._under_way.difference_update(batch.keys)
+        self._under_way.difference_update((batch.space, key) for key in batch.keys)
         if self._pool is not None:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(batch.blocks)])

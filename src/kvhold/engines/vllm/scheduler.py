@@ -2,30 +2,36 @@
 
 import os
 import time
-from array import array
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from kvhold.client.channel import Channel
-from kvhold.client.control import Control, Geometry, Ticket, padded
-from kvhold.engines.vllm.admission import Rank, Waiting, may_ask, most_blocks, order_matters
+from kvhold.client.control import Control, Geometry, Ticket
+from kvhold.engines.vllm.adapters import Adapters, options_of
+from kvhold.engines.vllm.admission import Rank, Waiting, all_can_begin, may_ask, most_blocks, order_matters
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
-from kvhold.engines.vllm.identity import hashes_are_private, namespace
+from kvhold.engines.vllm.events import CacheEvents
+from kvhold.engines.vllm.groups import kept_groups, reachable
+from kvhold.engines.vllm.hits import HitSearch
+from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
 from kvhold.engines.vllm.lookups import Lookups
 from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan, WorkerReport
-from kvhold.engines.vllm.publishing import Publishing
+from kvhold.engines.vllm.publishing import Handed, Publishing
+from kvhold.engines.vllm.questions import ChainQuestion, GroupsQuestion, Part, Question
+from kvhold.engines.vllm.ranks import Ranks, agree
+from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.protocol import MAX_KEYS, Hello, Retire
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -37,6 +43,8 @@ _FIRST_ATTACH_SECONDS = 10.0
 """How long the engine's start waits for the first session."""
 _READY_SECONDS = 5.0
 """How long it then waits for the manager's word that all workers are there, so that the first request is served."""
+_ADAPTERS = 8
+"""So many LoRA adapters are spoken of at once, the last used ones."""
 
 
 @dataclass(slots=True)
@@ -45,6 +53,8 @@ class Restore:
 
     ticket: Ticket | None
     attachment: int
+    blocks: frozenset[int]
+    failed: bool = False
     orphan: bool = False  # its request is over
 
 
@@ -55,11 +65,14 @@ class SchedulerHalf:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         assert transfer is not None
         self._config = config
-        self._world = parallel.tensor_parallel_size
-        self._block_tokens = cache.kv_cache_groups[0].kv_cache_spec.block_size
+        self._cache = cache
+        self._world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._groups = kept_groups(config, cache)
+        self._epoch = settings.epoch or ""
+        self._adapters = Adapters(options_of(config.lora_config))
+        self._adapted: dict[tuple[str, bytes], tuple[int, ...]] = {}  # spaces by adapter; the last used last
         self._restores_wanted = transfer.is_kv_consumer
         self._publishes_wanted = transfer.is_kv_producer
-        self._credit_wanted = 2 * max(1, config.scheduler_config.max_num_batched_tokens // self._block_tokens)
         self.stats = KvHoldStats()
         self._keeper = make_keeper(self, config, settings, reads=False)
         self.control = Control(
@@ -68,22 +81,39 @@ class SchedulerHalf:
             settings.answer_deadline_ms / 1e3,
             settings.read_deadline_ms / 1e3,
         )
-        patient = parallel.data_parallel_size == 1  # a deferred request keeps idle data-parallel ranks busy
-        self._lookups = Lookups(self.control, self.stats, self._block_tokens, patient)
+        self._patient = parallel.data_parallel_size == 1  # a deferred request keeps idle data-parallel ranks busy
+        self._lookups = Lookups(self.control, self.stats, self._patient)
+        told = config.kv_events_config
+        self.events = None
+        if told is not None and told.enable_kv_cache_events:
+            self.events = CacheEvents(self.control, cache, self._groups)
         self._publishing = Publishing(
-            self.control, self.stats, self._block_tokens, settings.save_decode_cache, self._lookups.resident
+            self.control,
+            self.stats,
+            settings.save_decode_cache,
+            self._spaces_of,
+            self._lookups.stored,
+            self._is_sure,
+            self.events,
         )
+        self._manager: KVCacheManager | None = None
+        self._search: HitSearch | None = None
+        self._reach: Reach | None = None
         self._pool_blocks = 0  # as long as it is not known
-        self._drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        self._outdated = False  # what the engine has in its own cache
+        self._fresh: set[str] = set()  # requests that use none of that; kept only if it is
+        self._drafts = config.num_speculative_tokens + config.num_lookahead_tokens
         scheduling = config.scheduler_config
-        self._ordered = order_matters(scheduling.policy, scheduling.scheduler_reserve_full_isl)
-        self._waiting: dict[str, Waiting] = {}  # given blocks and not computing yet; kept only where order matters
+        whole_prompt_must_fit = scheduling.scheduler_reserve_full_isl and not config.num_lookahead_tokens
+        self._ordered = order_matters(scheduling.policy, whole_prompt_must_fit)
+        self._together = len(self._groups) > 1 or not self._groups[0].whole
+        self._waiting: dict[str, Waiting] = {}  # given blocks and not computing yet; kept only where that is asked
         self._withheld: set[str] = set()
-        self._reports: dict[int, WorkerReport] = {}
+        self._ranks: Ranks | None = None
         self._salt = b""
-        self._geometry: Geometry | None = None
-        self._space = 0
-        self._space_attachment = 0
+        self._spaces: tuple[int, ...] = ()
+        self._next_space = 1
+        self._spaces_attachment = 0
         self._loads: list[Load] = []
         self._restores: dict[str, Restore] = {}
         self._failed: set[str] = set()
@@ -115,15 +145,12 @@ class SchedulerHalf:
 
     def bind_reports(self, reports: Iterable[WorkerReport]) -> None:
         """Take the workers' word on geometry and identity. Raises ValueError, listing them, when they disagree."""
-        by_rank = {report.rank: report for report in reports}
-        if len({(report.digest, report.world, report.private) for report in by_rank.values()}) > 1:
-            listed = "; ".join(f"rank {rank}: {report.summary}" for rank, report in sorted(by_rank.items()))
-            raise ValueError(f"kvhold: the workers of this engine disagree about their KV cache: {listed}")
-        if len(by_rank) < self._world:
-            log.warning("kvhold: %d of %d workers reported; nothing is cached", len(by_rank), self._world)
+        listed = list(reports)
+        if len({report.rank for report in listed}) < self._world:
+            log.warning("kvhold: %d of %d workers reported; nothing is cached", len(listed), self._world)
             return
-        self._reports = by_rank
-        if by_rank[0].private:
+        self._ranks = agree(listed)
+        if self._ranks.private:
             self._salt = os.urandom(16)
         end = time.monotonic() + _READY_SECONDS
         while self._keeper.channel is not None and time.monotonic() < end:
@@ -132,26 +159,35 @@ class SchedulerHalf:
                 break
             self.control.pump(0.01)
 
-    def bind_pool(self, pool: "BlockPool") -> None:
-        self._publishing.bind(pool)
-        self._pool_blocks = pool.num_gpu_blocks - 1
+    def bind_manager(self, manager: "KVCacheManager") -> None:
+        self._manager = manager
+        self._search = HitSearch(self._config, self._cache, manager, self._groups)
+        self._reach = Reach(manager, self._groups)
+        self._publishing.bind(manager.block_pool, self._reach)
+        self._pool_blocks = manager.block_pool.num_gpu_blocks - 1
 
-    def _ready(self) -> int | None:
-        """The space to speak of in this step, opened if it is not; None while there is nobody to speak to."""
+    @property
+    def _chain(self) -> bool:
+        """Whether a hit is the longest prefix of one chain, so that one question finds and leases it."""
+        return len(self._groups) == 1 and self._groups[0].whole and not (self._manager and self._manager.use_eagle)
+
+    def _ready(self) -> tuple[int, ...] | None:
+        """The groups' spaces to speak of in this step, opened if they are not; None if there is nobody to speak to."""
         if not self._in_step:
             self._in_step = True  # before the session is looked at: see hello()
             self.control.new_step()
         attachment = self.control.attachment
-        if not attachment or not self._reports:
+        if not attachment or self._ranks is None:
             return None
-        if self._space_attachment != attachment:
-            self._space_attachment = attachment
-            self._space += 1
-            self._geometry = self._new_geometry()
-            self.control.open(self._space, self._geometry, self._credit_wanted if self._publishes_wanted else 0)
-        return self._space
+        if self._spaces_attachment != attachment:
+            self._spaces_attachment = attachment
+            self._adapted.clear()
+            self._spaces = tuple(self._open(at, self._ranks) for at in range(len(self._groups)))
+            if self.events is not None:
+                self.events.opened(self._spaces)
+        return self._spaces
 
-    def _new_geometry(self) -> Geometry:
+    def _open(self, at: int, ranks: Ranks, adapter: bytes = b"") -> int:
         # vLLM settles the seed of its block hashes after it has built the scheduler, so it is read at first use.
         from vllm.v1.core import kv_cache_utils
 
@@ -162,94 +198,201 @@ class SchedulerHalf:
                 "set PYTHONHASHSEED or use sha256",
                 algorithm,
             )
-        name = namespace(self._reports[0].digest, algorithm, kv_cache_utils.get_none_hash_seed(), self._salt)
-        shards = tuple(padded(self._reports[rank].shard_bytes) for rank in range(self._world))
-        return Geometry(name, 0, len(kv_cache_utils.NONE_HASH), shards)
+        salt = variant(self._epoch, self._salt, adapter)
+        name = namespace(ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
+        group = self._groups[at]
+        shards = tuple(ranks.shards[at].writes.values())
+        space, self._next_space = self._next_space, self._next_space + 1
+        tokens = self._config.scheduler_config.max_num_batched_tokens
+        credit = 2 * max(1, tokens // group.block_tokens) if self._publishes_wanted else 0
+        self.control.open(space, Geometry(name, group.index, len(kv_cache_utils.NONE_HASH), shards), credit)
+        return space
+
+    def _spaces_of(self, request: "Request") -> tuple[int, ...] | None:
+        """Where what is computed for ``request`` may be published; None as long as that is nowhere."""
+        if self._spaces_attachment != self.control.attachment:
+            return None
+        if self._outdated and request.request_id not in self._fresh:
+            return None
+        return self._spaces if request.lora_request is None else self._adapter_spaces(request.lora_request)
+
+    def _adapter_spaces(self, adapter: "LoRARequest") -> tuple[int, ...] | None:
+        """Spaces, by group, of what an adapter computes, opened if they are not; None while its weights are unknown."""
+        digest = self._adapters.digest(adapter)
+        if digest is None or self._ranks is None:
+            return None
+        ranks, key = self._ranks, (self._adapters.path(adapter), digest)
+        spaces = self._adapted.pop(key, None)
+        if spaces is None:
+            while len(self._adapted) >= _ADAPTERS:
+                self._close(self._adapted.pop(next(iter(self._adapted))))
+            spaces = tuple(self._open(at, ranks, digest) for at in range(len(self._groups)))
+        self._adapted[key] = spaces
+        return spaces
+
+    def _close(self, spaces: Iterable[int]) -> None:
+        for space in spaces:
+            self.control.close(space)
+
+    def _is_sure(self, space: int, since: float) -> bool | None:
+        """Whether what was computed for ``space`` until ``since`` is what it stands for; None: ask again.
+
+        Spaces that were closed meanwhile take nothing, whatever the answer."""
+        for (path, _), spaces in self._adapted.items():
+            if space in spaces:
+                return self._adapters.sure(path, since)
+        return True
 
     # --- questions ----------------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``computed`` can be restored, leaving the last one to compute; None: ask again."""
         name = request.request_id
-        first = computed // self._block_tokens
-        last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes), MAX_KEYS)
-        if self._pool_blocks:
-            last = min(last, most_blocks(self._pool_blocks, self._block_tokens, self._drafts))
-        space = self._ready()
+        search, spaces = self._search, self._ready()
+        if self._outdated:
+            self._fresh.discard(name)
+            if computed == 0:
+                self._fresh.add(name)
+        if search is None:
+            return 0, False
+        known = min(len(request.block_hashes), MAX_KEYS // len(self._groups)) * search.hash_tokens
+        limit = min(request.num_tokens - 1, known)
+        sizes = [group.block_tokens for group in self._groups if not group.handed]
+        limit = reachable(self._groups, limit, search.unit, most_blocks(self._pool_blocks, sizes, self._drafts))
+        local = min(computed, limit)
         if not self._restores_wanted or request.skip_reading_prefix_cache:
-            first = last  # nothing to restore, but what is resident must not be published again
-        elif request.lora_request is not None:
-            # Block hashes name an adapter, they do not tell a retrained one of the same name from the old one.
-            self._lookups.miss(name, first, last, "lora")
-            return 0, False
+            local = limit  # nothing to restore, but what is there must not be published again
         elif name in self._failed:
-            self._lookups.miss(name, first, last, "load_failed")
+            self._lookups.miss(name, local, limit, "load_failed")
             return 0, False
-        if last == 0:
+        if limit == 0:
             return 0, False
-        if space is None:
-            self._lookups.miss(name, min(first, last), last, "detached")
+        if spaces is None:
+            self._lookups.miss(name, local, limit, "detached")
             return 0, False
-        found = self._lookups.find(name, space, min(first, last), last, request.block_hashes)
+        if request.lora_request is not None:
+            sure = self._adapters.look(name, request.lora_request)
+            if sure is None and self._patient and local < limit:
+                return None, False
+            own = self._adapter_spaces(request.lora_request) if sure else None
+            if own is None:
+                self._lookups.miss(name, local, limit, "lora")
+                return 0, False
+            spaces = own
+
+        def ask(former: Ticket | None) -> Question:
+            if self._chain:
+                block_tokens = self._groups[0].block_tokens
+                return ChainQuestion(self.control, spaces[0], block_tokens, local, limit, request.block_hashes, former)
+            if former is not None:
+                self.control.release((former,))
+            return GroupsQuestion(self.control, search, spaces, local, limit, request.block_hashes)
+
+        found = self._lookups.find(name, local, limit, ask)
         if found is None:
             return None, False
-        if found and self._ordered and not self._may_restore(request, computed + found * self._block_tokens):
+        if found and not self._may_restore(request, computed + found):
             if name not in self._withheld:
                 self._withheld.add(name)
-                self.stats.add("tokens_withheld", found * self._block_tokens)
+                self.stats.add("tokens_withheld", found)
             return 0, False
-        return found * self._block_tokens, found > 0
+        return found, found > 0
 
     def _may_restore(self, request: "Request", end: int) -> bool:
         """Whether a restore of ``request`` up to token ``end`` cannot stop the engine: docs/admission.md."""
+        if not (self._ordered or self._together):
+            return True
+        others = [waiting for name, waiting in self._waiting.items() if name != request.request_id]
+        held = sum(group.blocks_between(end, end) for group in self._groups)
+        if self._together and not all_can_begin([*others, self._waits(request, held)], self._pool_blocks):
+            return False
         scheduling, model = self._config.scheduler_config, self._config.model_config
         tokens = min(request.num_tokens, end + scheduling.max_num_batched_tokens) + self._drafts
-        start = -(-min(tokens, model.max_model_len) // self._block_tokens)
-        others = [waiting for name, waiting in self._waiting.items() if name != request.request_id]
-        return may_ask(_rank(request), start, others, self._pool_blocks)
+        start = sum(group.blocks_between(end, min(tokens, model.max_model_len)) for group in self._groups)
+        return not self._ordered or may_ask(_rank(request), start, others, self._pool_blocks)
+
+    def _waits(self, request: "Request", held: int) -> Waiting:
+        tokens = min(request.num_tokens + self._drafts, self._config.model_config.max_model_len)
+        return Waiting(_rank(request), held, self._reach.blocks_to_begin(tokens) if self._reach is not None else 0)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
         """The engine has given ``request`` blocks, and wants ``external`` tokens of them restored."""
         name = request.request_id
         load = None
-        if self._ordered:
+        tables = blocks.get_block_ids()
+        if self._ordered or self._together:
             self._waiting.pop(name, None)
             if external > 0:
-                self._waiting[name] = Waiting(_rank(request), len(blocks.get_block_ids()[0]))
+                held = sum(1 for table in tables for block in table if block)
+                self._waiting[name] = self._waits(request, held)
         try:
-            if self._publishes_wanted and request.lora_request is None:
+            if self._publishes_wanted:
                 self._publishing.admit(request)
             if external <= 0:
                 self._lookups.settle(name)
             else:
-                load = self._begin_restore(name, blocks.get_block_ids()[0], external)
+                load = self._begin_restore(name, tables, external)
         finally:
             # What was promised and cannot be had any more is a load all the same: one that workers report as failed,
             # so that the request is recomputed. Without one it would wait for ever.
             if external > 0:
                 if load is None:
-                    self._restores[name] = Restore(None, 0)
-                self._loads.append(load or Load(name, [], array("Q")))
+                    load = Load(name, [], [block for table in tables for block in table if block])
+                    self._restores[name] = Restore(None, 0, frozenset(load.blocks))
+                self._loads.append(load)
 
-    def _begin_restore(self, name: str, table: list[int], external: int) -> Load | None:
-        blocks, rest = divmod(external, self._block_tokens)
-        taken = self._lookups.take(name, blocks) if not rest else None
+    def _begin_restore(self, name: str, tables: Sequence[list[int]], external: int) -> Load | None:
+        taken = self._lookups.take(name, external)
         if taken is None:
             return None
-        ticket, first, offsets = taken
-        self._restores[name] = Restore(ticket, self.control.attachment)
-        return Load(name, list(table[first : first + blocks]), offsets)
+        ticket, local, parts = taken
+        if not self._covers(parts, tables, local, local + external):
+            log.error("kvhold: the engine's blocks for a restore are not those of its hit; the request is computed")
+            self.control.release((ticket,))
+            return None
+        copies = [
+            (part.group, [tables[self._groups[part.group].index][at] for at in part.blocks], part.offsets)
+            for part in parts
+        ]
+        blocks = [block for _, mine, _ in copies for block in mine]
+        self._restores[name] = Restore(ticket, self.control.attachment, frozenset(blocks))
+        return Load(name, copies, blocks)
+
+    def _covers(self, parts: Sequence[Part], tables: Sequence[list[int]], local: int, end: int) -> bool:
+        """Whether ``parts`` fill just the blocks that the engine has given for tokens ``local`` to ``end``."""
+        filled = {part.group: set(part.blocks) for part in parts}
+        for at, group in enumerate(self._groups):
+            table, mine = tables[group.index], filled.get(at, set())
+            given = {
+                block
+                for block in range(local // group.block_tokens, min(-(-end // group.block_tokens), len(table)))
+                # A few blocks before the window are kept for a drafter; nothing attends to them.
+                if table[block] and not (group.window and (block + 1) * group.block_tokens <= end - group.window + 1)
+            }
+            if given != mine:
+                return False
+        return True
 
     def finished(self, request: "Request") -> None:
         """The request is over, however; a restore of it may still run, and is waited for."""
         name = request.request_id
         self._lookups.drop(name)
+        self._adapters.drop(name)
         self._publishing.forget(name)
         self._failed.discard(name)
         self._waiting.pop(name, None)
+        self._fresh.discard(name)
         self._withheld.discard(name)
         if name in self._restores:
             self._restores[name].orphan = True
+
+    def finished_tables(
+        self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()
+    ) -> None:
+        """The request is over, and its blocks are still its own: publish what its last step completed."""
+        # What a restore should have brought is counted as computed, whether or not it has come.
+        if request.request_id not in self._restores:
+            self._publishing.finish(request, tables, handed)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -258,46 +401,70 @@ class SchedulerHalf:
         loads, self._loads = self._loads, []
         plan = StepPlan(self._step + 1, 0, loads)
         try:
-            space = self._ready()
-            if space is not None and self._publishes_wanted:
-                self._publishing.plan(output, space, plan.publishes)
+            served = self._ready() is not None
+            plan.publishes += self._publishing.take_late()
+            if served and self._publishes_wanted:
+                self._publishing.plan(output, plan.publishes)
         except Exception:
             log.exception("kvhold: planning failed; blocks of this step are not published")
         self._step += 1
         plan.incarnation = self.control.incarnation
-        plan.starts = self._geometry.starts if self._geometry is not None else ()
+        plan.starts = tuple(shards.starts for shards in self._ranks.shards) if self._ranks is not None else ()
         self._in_step = False
         return plan
 
     def took_output(self, output: "KVConnectorOutput") -> None:
         """Workers have ended restores and publishes."""
         ended: list[Ticket] = []
+        if output.invalid_block_ids:  # the ranks of one restore may end, and fail, in different steps
+            for each in self._restores.values():
+                each.failed = each.failed or not each.blocks.isdisjoint(output.invalid_block_ids)
         for name in output.finished_recving or ():
             restore = self._restores.pop(name, None)
             if restore is None:
                 continue
+            failed = restore.failed or name in output.failed_recving
             if restore.ticket is not None and restore.attachment == self.control.attachment:
                 ended.append(restore.ticket)
-                if name in output.failed_recving:
+                if failed:
                     self.control.spoiled(restore.ticket)
-            if name in output.failed_recving and not restore.orphan:
+            if failed and not restore.orphan:
                 self._failed.add(name)
+                if self._together and name in self._waiting:  # the engine keeps nothing of it
+                    self._waiting[name] = replace(self._waiting[name], held=0)
         report = output.kv_connector_worker_meta
-        if isinstance(report, CopyReport) and self._geometry is not None:
-            self._publishing.ended(report, self._geometry.shards)
+        if isinstance(report, CopyReport) and self._ranks is not None:
+            self._publishing.ended(report, [shards.writes for shards in self._ranks.shards])
         self.control.release(ended)
 
     @property
     def holding(self) -> bool:
-        return self._publishing.holding
+        """Whether the engine has to go on stepping: blocks are held for copies, or somebody is to be told of them."""
+        return self._publishing.holding or (self.events is not None and self.events.awaited)
 
     def reset(self) -> None:
         """Re-key this engine: it finds nothing of what was stored before, and publishes nothing computed before."""
         self._lookups.drop_all()
         self._publishing.forget_all()
         self._salt = os.urandom(16)
-        self.control.close(self._space)
-        self._space_attachment = 0
+        for spaces in (self._spaces, *self._adapted.values()):
+            self._close(spaces)
+        self._adapted.clear()
+        self._adapters.rekeyed()
+        self._spaces_attachment = 0
+        # Blocks that are in use keep the engine's own cache alive, and what is computed on top of that is no better.
+        self._fresh.clear()
+        self._outdated = self._manager is not None and (
+            self._manager.block_pool.get_num_free_blocks() < self._pool_blocks
+            or len(self._manager.block_pool.cached_block_hash_to_block) > 0
+        )
+        if self._outdated:
+            log.warning(
+                "kvhold: the engine could not clear its own prefix cache because requests are using it; what it still "
+                "finds there is not stored until a reset_prefix_cache(reset_connector=True) succeeds"
+            )
+        if self.events is not None:
+            self.events.cleared()
 
     def take_stats(self) -> KvHoldStats | None:
         """Counts since the last call."""
@@ -309,6 +476,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         self._keeper.stop(self.control.bye)
+        self._adapters.stop()
 
 
 def _rank(request: "Request") -> Rank:

@@ -23,6 +23,7 @@ MISSES = (
     "load_failed",
     "lora",
     "cancelled",
+    "error",
 )
 
 METRICS = {
@@ -31,6 +32,7 @@ METRICS = {
     "tokens_hit": "Of those, tokens that a restore was planned for.",
     "tokens_withheld": "Of those, tokens computed all the same, because restoring them could stop the engine's queue.",
     **{f"tokens_missed_{reason}": f"Of those, tokens missed for the reason {reason}." for reason in MISSES},
+    "tokens_cut": "Of the tokens missed, those after a block that this cache group lacked.",
     "loads": "Restores that ended.",
     "load_failures": "Of those, restores that failed; their requests were recomputed.",
     "load_bytes": "Bytes restored, over all ranks.",
@@ -49,12 +51,21 @@ METRICS = {
 }
 
 
-class KvHoldStats(KVConnectorStats):
-    """Counters since the last report; ``data`` has only names of :data:`METRICS`."""
+LABELS = {
+    "group": ("tokens_cut", "blocks_published", "blocks_without_credit"),
+    "rank": ("load_bytes", "load_seconds", "publish_bytes", "publish_seconds"),
+}
+"""Which metrics have which label besides the engine's own."""
+_LABEL_OF = {name: label for label, names in LABELS.items() for name in names}
 
-    def add(self, name: str, value: float = 1) -> None:
+
+class KvHoldStats(KVConnectorStats):
+    """Counters since the last report; ``data`` has only names of :data:`METRICS`, with ``/<value>`` for a label's."""
+
+    def add(self, name: str, value: float = 1, **labels: int) -> None:
         if value:
-            self.data[name] = self.data.get(name, 0) + value
+            key = "/".join((name, *map(str, labels.values())))
+            self.data[key] = self.data.get(key, 0) + value
 
     def take(self) -> "KvHoldStats | None":
         """What was counted since the last call; None for nothing."""
@@ -80,7 +91,7 @@ class KvHoldStats(KVConnectorStats):
 
 
 class KvHoldPromMetrics(KVConnectorPromMetrics):
-    """One counter per metric, ``kvhold:<name>_total``, labelled by engine."""
+    """One counter per metric, ``kvhold:<name>_total``, labelled by engine, and by group or rank where that helps."""
 
     def __init__(
         self,
@@ -90,11 +101,21 @@ class KvHoldPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, dict[int, Any]] = {}
-        for name, text in METRICS.items():
-            family = self._counter_cls(name=f"kvhold:{name}", documentation=text, labelnames=labelnames)
-            self._counters[name] = {engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()}
+        self._engines = per_engine_labelvalues
+        self._families = {
+            name: self._counter_cls(
+                name=f"kvhold:{name}",
+                documentation=text,
+                labelnames=[*labelnames, *([_LABEL_OF[name]] if name in _LABEL_OF else [])],
+            )
+            for name, text in METRICS.items()
+        }
+        for name, family in self._families.items():
+            if name not in _LABEL_OF:  # a counter that is there from the start has a rate from the start
+                for values in per_engine_labelvalues.values():
+                    family.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(value)
+        for key, value in transfer_stats_data.items():
+            name, *label = key.split("/")
+            self._families[name].labels(*self._engines[engine_idx], *label).inc(value)

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,8 +18,9 @@ from kvhold.copy.job import Job
 from kvhold.engines.vllm import identity
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
+from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.layout import read_layout
-from kvhold.engines.vllm.plans import CopyReport, StepPlan, WorkerReport
+from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
 from kvhold.engines.vllm.stats import KvHoldStats
 
 if TYPE_CHECKING:
@@ -46,15 +46,18 @@ class Session:
 
 @dataclass(slots=True)
 class Copies:
-    """Copies that were begun and not yet reported: (step in which they were planned, job) by request or batch."""
+    """Copies that were begun and not yet reported, by request or batch: the step in which they were planned, the job,
 
-    loads: dict[str, tuple[int, Job]] = field(default_factory=dict)
-    publishes: dict[int, tuple[int, Job]] = field(default_factory=dict)
+    and the blocks that wait for it, or the group that it is about.
+    """
+
+    loads: dict[str, tuple[int, Job, list[int]]] = field(default_factory=dict)
+    publishes: dict[int, tuple[int, Job, int]] = field(default_factory=dict)
 
     def running(self, step: int) -> bool:
         """Whether a copy planned in ``step`` or earlier has not ended."""
         copies = [*self.loads.values(), *self.publishes.values()]
-        return any(planned <= step and not job.ended for planned, job in copies)
+        return any(planned <= step and not job.ended for planned, job, _ in copies)
 
 
 class WorkerHalf:
@@ -63,8 +66,11 @@ class WorkerHalf:
     def __init__(self, config: "VllmConfig", cache: "KVCacheConfig", settings: Settings) -> None:
         self._config = config
         self._cache = cache
-        self._rank = config.parallel_config.rank % config.parallel_config.tensor_parallel_size
-        self._world = config.parallel_config.tensor_parallel_size
+        parallel = config.parallel_config
+        self._world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._rank = parallel.rank % self._world
+        self._groups = kept_groups(config, cache)
+        self._failed_blocks: set[int] = set()
         self.stats = KvHoldStats()
         self._keeper = make_keeper(self, config, settings, reads=True)
         self._copier: Copier | None = None
@@ -139,17 +145,27 @@ class WorkerHalf:
 
     def register(self, caches: "dict[str, torch.Tensor]") -> None:
         """Read the layout, and attach. Raises Unsupported for a layout that cannot be served."""
-        group = self._cache.kv_cache_groups[0]
-        layout = read_layout(caches, list(group.layer_names), self._cache.num_blocks)
-        described = identity.describe(self._config, self._cache, layout)
-        self._copier = make_copier(layout)
+        names = [list(self._cache.kv_cache_groups[group.index].layer_names) for group in self._groups]
+        layouts = [read_layout(caches, layers, self._cache.num_blocks) for layers in names]
+        common, stage = identity.describe(self._config, self._cache, self._groups, layouts)
+        self._copier = make_copier(layouts)
+        tensor_parallel = self._config.parallel_config.tensor_parallel_size
+        rank_in_stage = self._rank % tensor_parallel
+        sizes = tuple(layout.shard_bytes for layout in layouts)
+        kinds = ", ".join(
+            f"{len(layers)} layers of {group.kind} with {size} bytes a block"
+            for group, layers, size in zip(self._groups, names, sizes, strict=True)
+        )
         self._report = WorkerReport(
             self._rank,
             self._world,
-            identity.digest(described),
-            layout.shard_bytes,
-            identity.is_private(described),
-            f"{layout.shard_bytes} bytes a block, {len(group.layer_names)} layers, weights {described['weights'][:16]}",
+            self._rank // tensor_parallel,
+            self._rank - rank_in_stage % max(1, self._cache.kv_tp_replicas),
+            identity.digest(common),
+            identity.digest(stage),
+            sizes,
+            identity.is_private(common),
+            f"{kinds}, weights {common['weights'][:16]}",
         )
         self._keeper.start(_FIRST_ATTACH_SECONDS)
 
@@ -161,7 +177,7 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """End copies, say goodbye, unmap."""
         end = time.monotonic() + _LAST_COPY_SECONDS
-        jobs = [job for _, job in (*self._copies.loads.values(), *self._copies.publishes.values())]
+        jobs = [job for _, job, _ in (*self._copies.loads.values(), *self._copies.publishes.values())]
         while self._copier is not None and time.monotonic() < end and not all(job.wait(0.001) for job in jobs):
             self._copier.advance()
         drained = all(job.ended for job in jobs)
@@ -178,8 +194,7 @@ class WorkerHalf:
     def start_loads(self, plan: StepPlan) -> None:
         """Begin this step's restores."""
         for load in plan.loads:
-            job = self._begin(plan, load.blocks, load.offsets, publish=False)
-            self._copies.loads[load.request] = plan.step, job
+            self._copies.loads[load.request] = plan.step, self._begin_load(plan, load), load.blocks
         if self._copier is not None:
             self._copier.advance()
 
@@ -189,27 +204,47 @@ class WorkerHalf:
             return
         self._saved = plan.step
         for publish in plan.publishes:
-            job = self._begin(plan, publish.blocks, publish.offsets, publish=True)
-            self._copies.publishes[publish.batch] = plan.step, job
+            if self._report is not None and self._report.owner == self._rank and self._sizes[publish.group]:
+                self._copies.publishes[publish.batch] = plan.step, self._begin_publish(plan, publish), publish.group
         with self._lock:
             self._done_step = plan.step
             old = len(self._sessions) > 1
         if old:
             self._keeper.wake()
 
-    def _begin(self, plan: StepPlan, blocks: list[int], offsets: "array[int]", publish: bool) -> Job:
-        """Begin a copy; one that cannot be begun is a failed one, because somebody waits for its end."""
-        if not offsets:
+    # A copy that cannot be begun is a failed one, because somebody waits for its end.
+
+    def _begin_load(self, plan: StepPlan, load: Load) -> Job:
+        if not load.parts:
             return _failed("what was promised cannot be had any more")
         try:
             arena = self._arena(plan.incarnation)
             if arena is None or self._copier is None:
                 return _failed("its arena is gone")
-            begin = self._copier.begin_publish if publish else self._copier.begin_restore
-            start = plan.starts[self._rank]
-            return begin(arena, blocks, [offset + start for offset in offsets])
+            parts = [
+                (group, blocks, [offset + plan.starts[group][self._rank] for offset in offsets])
+                for group, blocks, offsets in load.parts
+                if self._sizes[group]
+            ]
+            return self._copier.begin_restore(arena, parts)
         except Exception as error:  # noqa: BLE001 - see above
             return _failed(f"{type(error).__name__}: {error}")
+
+    def _begin_publish(self, plan: StepPlan, publish: Publish) -> Job:
+        try:
+            arena = self._arena(plan.incarnation)
+            if arena is None or self._copier is None:
+                return _failed("its arena is gone")
+            start = plan.starts[publish.group][self._rank]
+            offsets = [offset + start for offset in publish.offsets]
+            return self._copier.begin_publish(arena, publish.group, publish.blocks, offsets)
+        except Exception as error:  # noqa: BLE001 - see above
+            return _failed(f"{type(error).__name__}: {error}")
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """This rank's part of an object, by group."""
+        return self._report.shard_bytes if self._report is not None else (0,) * len(self._groups)
 
     def _arena(self, incarnation: int) -> ArenaMapping | None:
         with self._lock:
@@ -219,35 +254,43 @@ class WorkerHalf:
     def take_results(self) -> KVConnectorTransferResults:
         """Restores that have ended since the last call; failed ones are also among the received."""
         results = KVConnectorTransferResults()
-        for request, (_, job) in list(self._copies.loads.items()):
+        for request, (_, job, blocks) in list(self._copies.loads.items()):
             if not job.ended:
                 continue
             del self._copies.loads[request]
             results.finished_recving.add(request)
             self.stats.add("loads")
             if job.error is not None:
-                log.warning("kvhold: a restore failed, its request is recomputed: %s", job.error)
-                results.failed_recving.add(request)
+                log.warning("kvhold: a restore failed, what it should have brought is computed: %s", job.error)
+                # What came before the failure is kept where the engine can tell whose a block is, and where a shorter
+                # prefix needs no other blocks.
+                if len(self._cache.kv_cache_groups) == 1 and self._groups[0].whole:
+                    self._failed_blocks.update(blocks[job.done :])
+                else:
+                    results.failed_recving.add(request)
                 self.stats.add("load_failures")
             else:
-                self.stats.add("load_bytes", job.size)
-                self.stats.add("load_seconds", job.seconds)
+                self.stats.add("load_bytes", job.size, rank=self._rank)
+                self.stats.add("load_seconds", job.seconds, rank=self._rank)
         return results
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that restores which have ended since the last call did not fill."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def take_report(self) -> CopyReport | None:
         """Publishes that have ended since the last call."""
-        if self._report is None:
-            return None
         report = CopyReport()
-        for batch, (_, job) in list(self._copies.publishes.items()):
+        for batch, (_, job, group) in list(self._copies.publishes.items()):
             if not job.ended:
                 continue
             del self._copies.publishes[batch]
             self.stats.add("publishes")
             if job.error is None:
-                report.ended[batch] = {self._rank: padded(self._report.shard_bytes)}
-                self.stats.add("publish_bytes", job.size)
-                self.stats.add("publish_seconds", job.seconds)
+                report.ended[batch] = {self._rank: padded(self._sizes[group])}
+                self.stats.add("publish_bytes", job.size, rank=self._rank)
+                self.stats.add("publish_seconds", job.seconds, rank=self._rank)
             else:
                 log.warning("kvhold: a publish failed, its blocks are not kept: %s", job.error)
                 report.ended[batch] = {self._rank: -1}

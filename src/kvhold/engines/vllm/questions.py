@@ -1,0 +1,238 @@
+"""What a request asks the manager, and what becomes of it: one kind of question for chains, one for several groups.
+
+A model with a single group of full attention asks for the longest prefix of one chain, which is leased as it is
+matched. All others look first (which keys are there?), let the engine's own rules find where the prompt can be resumed
+(:mod:`hits`), and then have exactly the blocks of that hit prepared: all or none.
+"""
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvhold.client.control import Control, Ticket
+from kvhold.engines.vllm.hits import Hit, HitSearch
+from kvhold.protocol import MAX_KEYS
+
+_ATTEMPTS = 4
+"""How often a hit is prepared that turns out to be too large, or to have gone meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks of one group to be restored: ``blocks[i]`` of a request's table from byte ``offsets[i]`` of the arena."""
+
+    group: int
+    blocks: Sequence[int]
+    offsets: "array[int]"
+
+
+class Question(Protocol):
+    """One request's question about ``local`` up to ``limit`` tokens, in the session it was asked in.
+
+    Once :meth:`progress` has said True, ``hit`` is how many tokens beyond ``local`` can be restored, from ``parts``,
+    which are leased under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it. ``stored[g]`` has
+    the ends, in tokens, of what the manager had of the g-th group.
+    """
+
+    ticket: Ticket
+    hit: int
+    parts: list[Part]
+    reason: str
+    cut: int | None
+    stored: Sequence[Collection[int]]
+
+    def progress(self, patient: bool) -> bool:
+        """Whether the question is answered; waits for it, if ``patient``, within the step's budget."""
+
+    def part(self, tokens: int) -> list[Part] | None:
+        """What of ``parts`` restores the first ``tokens`` of the hit and no more; None if it takes something else."""
+
+
+class ChainQuestion:
+    """How far can this chain be restored?"""
+
+    def __init__(
+        self,
+        control: Control,
+        space: int,
+        block_tokens: int,
+        local: int,
+        limit: int,
+        hashes: Sequence[bytes],
+        former: Ticket | None,
+    ) -> None:
+        self._control = control
+        self._block_tokens = block_tokens
+        self._first = local // block_tokens
+        keys = b"".join(hashes[: limit // block_tokens])
+        self.ticket = control.ask(space, self._first, keys, former)
+        self.hit = 0
+        self.parts: list[Part] = []
+        self.reason = ""
+        self.cut: int | None = None
+        self.stored: Sequence[Collection[int]] = ()
+
+    def progress(self, patient: bool) -> bool:
+        answer = self._control.answer(self.ticket, patient)
+        if answer is None:
+            return False
+        offsets = array("Q")
+        offsets.frombytes(answer.offsets)
+        size = self._block_tokens
+        self.stored = (range(size, answer.resident * size + 1, size),)
+        self.hit = len(offsets) * self._block_tokens
+        self.parts = [Part(0, range(self._first, self._first + len(offsets)), offsets)] if offsets else []
+        self.reason = answer.reason or "not_stored"
+        self.cut = 0
+        return True
+
+    def part(self, tokens: int) -> list[Part] | None:
+        blocks, rest = divmod(tokens, self._block_tokens)
+        if rest or not self.parts or blocks > len(self.parts[0].offsets):
+            return None
+        return [Part(0, self.parts[0].blocks[:blocks], self.parts[0].offsets[:blocks])]
+
+
+class GroupsQuestion:
+    """Where can this prompt be resumed, over several groups or one that needs only some of its blocks?"""
+
+    def __init__(
+        self,
+        control: Control,
+        search: HitSearch,
+        spaces: Sequence[int],
+        local: int,
+        limit: int,
+        hashes: Sequence[bytes],
+    ) -> None:
+        self._control, self._search = control, search
+        self._spaces = spaces
+        self._local, self._limit, self._reach = local, limit, limit
+        # One key more than the limit may be needed to prove a hit: EAGLE drops the last block that it has found.
+        asked = min(len(hashes), MAX_KEYS // len(spaces)) * search.hash_tokens
+        self._hashes = list(hashes[: asked // search.hash_tokens])
+        self._ends = [
+            range(search.key_tokens(group), asked + 1, search.key_tokens(group)) for group in range(len(spaces))
+        ]
+        self._keys = [[self._key(end) for end in ends] for ends in self._ends]
+        self._found: list[frozenset[bytes]] = []
+        self._attempts = 0
+        self._wanted: Hit | None = None
+        self.ticket = self._look(None)
+        self.hit = 0
+        self.parts: list[Part] = []
+        self.reason = "not_stored"
+        self.cut: int | None = None
+        self.stored: Sequence[Collection[int]] = ()
+
+    def _key(self, tokens: int) -> bytes:
+        return self._hashes[tokens // self._search.hash_tokens - 1]
+
+    def _look(self, former: Ticket | None) -> Ticket:
+        parts = tuple((space, b"".join(keys)) for space, keys in zip(self._spaces, self._keys, strict=True))
+        return self._control.look(parts, former)
+
+    def progress(self, patient: bool) -> bool:
+        while True:
+            if self._wanted is None:
+                tiers = self._control.residency(self.ticket, patient)
+                if tiers is None:
+                    return False
+                self._take_residency(tiers)
+                if not self._prepare():
+                    return True
+            answer = self._control.answer(self.ticket, patient)
+            if answer is None:
+                return False
+            if self._take_answer(answer.offsets, answer.reason):
+                return True
+
+    def _take_residency(self, tiers: Sequence[bytes]) -> None:
+        self._found = [
+            frozenset(key for key, tier in zip(keys, here, strict=False) if tier)
+            for keys, here in zip(self._keys, tiers, strict=True)
+        ]
+        self.stored = [
+            {end for end, tier in zip(ends, here, strict=False) if tier}
+            for ends, here in zip(self._ends, tiers, strict=True)
+        ]
+
+    def _prepare(self) -> bool:
+        """Ask for the longest hit; False, with the final verdict, if there is none."""
+        self._wanted = self._search.best(self._hashes, self._local, self._reach, self._found)
+        reached = self._wanted.tokens if self._wanted is not None else self._local
+        if reached + self._search.unit <= self._reach == self._limit:
+            self._name_the_shortest()
+        used = tuple(
+            (space, b"".join(mine))
+            for space, keys, ends, found in zip(self._spaces, self._keys, self._ends, self._found, strict=True)
+            if (mine := [key for key, end in zip(keys, ends, strict=True) if end <= self._local and key in found])
+        )
+        if self._wanted is None:
+            self._control.use(self.ticket, used)
+            return False
+        parts = tuple(
+            (space, b"".join(self._key_of(group, at) for at in needed))
+            for group, (space, needed) in enumerate(zip(self._spaces, self._wanted.needed, strict=True))
+            if needed
+        )
+        self.ticket = self._control.prepare(self.ticket, parts, used)
+        return True
+
+    def _key_of(self, group: int, block: int) -> bytes:
+        assert self._wanted is not None
+        return self._key(min((block + 1) * self._search.groups[group].block_tokens, self._wanted.tokens))
+
+    def _name_the_shortest(self) -> None:
+        """Which group ended the hit? For the metrics, and for ``kvhold explain``."""
+        self.cut, reached = self._search.shortest(self._hashes, self._local, self._limit, self._found)
+        unit = self._search.key_tokens(self.cut)
+        end = min(self._local if reached < self._local else reached, self._limit) // unit * unit + unit
+        if end // self._search.hash_tokens <= len(self._hashes):
+            self._control.cut(self.ticket, self._spaces[self.cut], self._key(end), end // unit - 1)
+
+    def _take_answer(self, packed: bytes, reason: str) -> bool:
+        """Whether that was the last word; if not, something else was asked."""
+        assert self._wanted is not None
+        if packed:
+            offsets = array("Q")
+            offsets.frombytes(packed)
+            self.hit = self._wanted.tokens - self._local
+            at = 0
+            for group, needed in enumerate(self._wanted.needed):
+                if needed:
+                    self.parts.append(Part(group, needed, offsets[at : at + len(needed)]))
+                    at += len(needed)
+            return True
+        self.reason = reason
+        self._attempts += 1
+        if self._attempts >= _ATTEMPTS or reason not in ("budget", "not_stored", "read_failed"):
+            return True
+        if reason == "budget":
+            self._reach = self._local + (self._wanted.tokens - self._local) // 2
+            return not self._prepare()
+        self._wanted = None
+        self.ticket = self._look(self.ticket)
+        return False
+
+    def part(self, tokens: int) -> list[Part] | None:
+        if tokens == self.hit:
+            return self.parts
+        if self._wanted is None or not 0 < tokens < self.hit:
+            return None
+        leased = [
+            frozenset(self._key_of(group, at) for at in needed) for group, needed in enumerate(self._wanted.needed)
+        ]
+        shorter = self._search.best(self._hashes, self._local, self._local + tokens, leased)
+        if shorter is None or shorter.tokens != self._local + tokens:
+            return None
+        by_group = {part.group: dict(zip(part.blocks, part.offsets, strict=True)) for part in self.parts}
+        try:
+            return [
+                Part(group, needed, array("Q", [by_group[group][at] for at in needed]))
+                for group, needed in enumerate(shorter.needed)
+                if needed
+            ]
+        except KeyError:
+            return None

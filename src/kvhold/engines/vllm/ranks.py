@@ -1,0 +1,62 @@
+"""What the ranks of one engine hold of an object: who writes which part of it, and where each reads its own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvhold.client.control import padded
+from kvhold.engines.vllm.plans import WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """One group's objects: ``writes`` are the padded bytes of each rank that has a part of its own, in rank order.
+
+    A rank's part begins ``starts[rank]`` bytes into an object; ranks that hold the same KV have the same start.
+    """
+
+    writes: dict[int, int]
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of an engine. ``digests`` are what makes their KV incompatible with that of others."""
+
+    shards: tuple[Shards, ...]
+    digests: tuple[bytes, ...]
+    private: bool
+
+
+def agree(reports: Iterable[WorkerReport]) -> Ranks:
+    """The word of all ``reports``, one from each rank. Raises ValueError, listing them, when they disagree."""
+    by_rank = {report.rank: report for report in reports}
+    stages: dict[int, bytes] = {}
+    common = {(report.digest, report.world, report.private, len(report.shard_bytes)) for report in by_rank.values()}
+    agreed = len(common) == 1 and all(
+        stages.setdefault(report.stage, report.stage_digest) == report.stage_digest
+        and by_rank[report.owner].shard_bytes == report.shard_bytes
+        for report in by_rank.values()
+    )
+    if not agreed:
+        listed = "; ".join(f"rank {rank}: {report.summary}" for rank, report in sorted(by_rank.items()))
+        raise ValueError(f"kvhold: the workers of this engine disagree about their KV cache: {listed}")
+    first = by_rank[min(by_rank)]
+    return Ranks(
+        tuple(_shards(by_rank, group) for group in range(len(first.shard_bytes))),
+        (first.digest, *(digest for _, digest in sorted(stages.items()))),
+        first.private,
+    )
+
+
+def _shards(by_rank: dict[int, WorkerReport], group: int) -> Shards:
+    writes: dict[int, int] = {}
+    starts: dict[int, int] = {}
+    at = 0
+    for rank, report in sorted(by_rank.items()):
+        size = padded(report.shard_bytes[group])
+        if report.owner == rank:
+            starts[rank] = at
+            if size:
+                writes[rank] = size
+            at += size
+    return Shards(writes, tuple(starts[report.owner] for _, report in sorted(by_rank.items())))

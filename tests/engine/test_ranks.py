@@ -1,0 +1,96 @@
+"""Which rank writes what of an object, and where each reads: tensor and pipeline parallelism, replicated KV."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bed import generate, prompt, scheduler_half
+from kvhold_bed import scheduler_side, serving, worker_side
+from manager_process import Manager
+
+from kvhold.engines.vllm.plans import CopyReport, WorkerReport
+from kvhold.engines.vllm.ranks import Shards, agree
+
+
+def reports(*sizes: tuple[int, ...], stages: int = 1, replicas: int = 1) -> list[WorkerReport]:
+    """One report per rank; ``sizes`` are a rank's bytes per block by group, equal in a stage."""
+    world = len(sizes)
+    each = world // stages
+    return [
+        WorkerReport(
+            rank,
+            world,
+            rank // each,
+            rank - rank % each % replicas,
+            b"same",
+            b"stage %d" % (rank // each),
+            size,
+            private=False,
+            summary=f"rank {rank}",
+        )
+        for rank, size in enumerate(sizes)
+    ]
+
+
+def test_each_rank_has_a_part_of_its_own() -> None:
+    ranks = agree(reports((4096, 100), (4096, 100)))
+    assert ranks.shards == (Shards({0: 4096, 1: 4096}, (0, 4096)), Shards({0: 4096, 1: 4096}, (0, 4096)))
+    assert ranks.digests == (b"same", b"stage 0")
+
+
+def test_replicated_kv_is_stored_once_and_read_by_all() -> None:
+    assert agree(reports(*[(5000,)] * 4, replicas=4)).shards == (Shards({0: 8192}, (0, 0, 0, 0)),)
+    assert agree(reports(*[(5000,)] * 4, replicas=2)).shards == (Shards({0: 8192, 2: 8192}, (0, 0, 8192, 8192)),)
+
+
+def test_pipeline_stages_have_layers_of_their_own() -> None:
+    """The second stage has twice the layers of the first group and none of the second."""
+    ranks = agree(reports((4096, 4096), (4096, 4096), (8192, 0), (8192, 0), stages=2))
+    assert ranks.shards[0] == Shards({0: 4096, 1: 4096, 2: 8192, 3: 8192}, (0, 4096, 8192, 16384))
+    assert ranks.shards[1].writes == {0: 4096, 1: 4096}
+    assert ranks.digests == (b"same", b"stage 0", b"stage 1")
+    replicated = agree(reports(*[(4096,)] * 4, stages=2, replicas=2))
+    assert replicated.shards == (Shards({0: 4096, 2: 4096}, (0, 0, 4096, 4096)),)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"digest": b"other"}, {"stage_digest": b"other"}, {"world": 3}, {"private": True}, {"shard_bytes": (4096, 1)}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_disagreement_stops_the_start_and_lists_the_ranks(wrong: dict[str, object]) -> None:
+    first, second = reports((4096,), (4096,))
+    with pytest.raises(ValueError, match=r"disagree about their KV cache: rank 0: rank 0; rank 1: rank 1"):
+        agree([first, replace(second, **wrong)])  # type: ignore[arg-type]
+
+
+def test_replicas_must_have_equal_parts() -> None:
+    first, second = reports((4096,), (4096,), replicas=2)
+    with pytest.raises(ValueError, match="disagree"):
+        agree([first, replace(second, shard_bytes=(8192,))])
+
+
+def test_the_handshake_of_an_engine_with_stages(llama_dir: Path, manager: Manager) -> None:
+    """The engine keys reports by stage and rank; a base class would refuse the second stage."""
+    with serving(llama_dir, manager) as llm:
+        half = scheduler_side(llm)
+        half._world = 4
+        stages = reports(*[(4096,)] * 4, stages=2)
+        keyed = {(report.stage, report.rank % 2): report for report in stages}
+        scheduler_half(llm).set_xfer_handshake_metadata_pp_aware(keyed)
+        assert half._ranks == agree(stages)
+
+
+def test_who_owns_no_part_writes_none_and_is_not_waited_for(llama_dir: Path, manager: Manager) -> None:
+    with serving(llama_dir, manager) as llm:
+        half, worker = scheduler_side(llm), worker_side()
+        assert worker._report is not None
+        assert half._ranks is not None
+        worker._report = replace(worker._report, owner=1)  # as if another rank held the same KV
+        generate(llm, [prompt(100, 1)])
+        assert not worker._copies.publishes
+        assert half._publishing.holding, "the owner's copy is what ends the hold"
+        [batch] = half._publishing._batches
+        writes = [shards.writes for shards in half._ranks.shards]
+        half._publishing.ended(CopyReport({batch: dict(writes[0])}), writes)
+        assert not half._publishing.holding

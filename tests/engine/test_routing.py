@@ -1,0 +1,204 @@
+"""What a router is told: exactly what kvhold could restore for this engine, in order, as it happens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed import LLM, drain, generate, prompt, scheduler, settle, step
+from families import FAMILIES, weights
+from kvhold_bed import attached, scheduler_side, serving, until
+from manager_process import Manager
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from kvhold import protocol as wire
+from kvhold.client.channel import Channel
+
+GROUPED = ("gemma3", "granite_partial")
+EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
+
+
+class Router:
+    """Believes what it is told, and nothing else: the tokens of each block, by group."""
+
+    def __init__(self, llm: LLM, patch: pytest.MonkeyPatch) -> None:
+        self.blocks: dict[tuple[int, Any], tuple[int, ...]] = {}
+        self.parents: dict[tuple[int, Any], Any] = {}
+        self.events: list[Any] = []
+        patch.setattr(scheduler(llm).kv_event_publisher, "publish", self._publish)
+
+    def _publish(self, batch: Any) -> None:
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.events.append(event)  # also of the engine's own cache, which is none of this router's business
+            elif event.medium == "CPU":
+                self.events.append(event)
+                self._take(event)
+
+    def _take(self, event: Any) -> None:
+        assert event.locality == "LOCAL"
+        if isinstance(event, BlockStored):
+            parent, size = event.parent_block_hash, event.block_size
+            for number, key in enumerate(event.block_hashes):
+                assert (event.group_idx, key) not in self.blocks, "announced twice"
+                tokens = event.token_ids[number * size : (number + 1) * size]
+                self.blocks[event.group_idx, key] = tuple(tokens)
+                self.parents[event.group_idx, key] = parent
+                parent = key
+        else:
+            assert isinstance(event, BlockRemoved)
+            for key in event.block_hashes:
+                del self.blocks[event.group_idx, key]
+
+
+def keys_of(socket: Path, llm: LLM) -> set[tuple[int, Any]]:
+    """All that the manager has for this engine, by group, as events name it."""
+    half, found = scheduler_side(llm), set()
+    channel = Channel(socket, wire.Hello("admin"), 20)
+    name = scheduler_namespace(half)
+    for group in half._groups:
+        cursor = 0
+        while True:
+            channel.send(wire.List(name, group.index, cursor))
+            answers: list[Any] = []
+            while not answers:
+                answers = channel.receive(20)
+            keys, cursor = answers[0].keys, answers[0].cursor
+            found |= {(group.index, maybe_convert_block_hash(keys[i : i + 32])) for i in range(0, len(keys), 32)}
+            if not cursor:
+                break
+    channel.close()
+    return found
+
+
+def scheduler_namespace(half: Any) -> bytes:
+    from vllm.v1.core import kv_cache_utils
+
+    from kvhold.engines.vllm.identity import namespace, variant
+
+    algorithm = half._config.cache_config.prefix_caching_hash_algo
+    salt = variant(half._epoch, half._salt, b"")
+    return namespace(half._ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
+
+
+@contextmanager
+def routed(folder: Path, manager: Manager, patch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[LLM, Router]]:
+    with serving(folder, manager, **EVENTS, **options) as llm:
+        yield llm, Router(llm, patch)
+
+
+def told(llm: LLM) -> None:
+    """Let the engine do what it does of its own accord before it idles."""
+    settle(llm)
+
+
+def test_what_is_announced_is_what_is_stored(
+    llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(200, 1)
+    with routed(llama_dir, manager, monkeypatch) as (llm, router):
+        generate(llm, [tokens])
+        told(llm)
+        assert set(router.blocks) == keys_of(manager.socket, llm)
+        assert sorted(router.blocks.values()) == sorted(tuple(tokens[at : at + 32]) for at in range(0, 192, 32))
+        first = next(key for key, block in router.blocks.items() if block == tuple(tokens[:32]))
+        assert router.parents[first] is None
+        assert [len(event.block_hashes) for event in router.events] == [6], "a chain is one event"
+        generate(llm, [prompt(200, 1)[:96] + prompt(100, 2)])  # three blocks of it are there
+        told(llm)
+        assert set(router.blocks) == keys_of(manager.socket, llm)
+        assert len(router.blocks) == 6 + 3
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.name in ("gemma3", "granite_partial")], ids=lambda f: f.name
+)
+def test_every_group_is_announced(
+    tmp_path: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch, family: Any
+) -> None:
+    with weights(), routed(family.write(tmp_path), manager, monkeypatch, **family.options) as (llm, router):
+        generate(llm, [prompt(201, 1)])
+        told(llm)
+        assert set(router.blocks) == keys_of(manager.socket, llm)
+        half = scheduler_side(llm)
+        assert {group for group, _ in router.blocks} == {group.index for group in half._groups}
+        kinds = {event.group_idx: event.kv_cache_spec_kind for event in router.events}
+        assert len(set(kinds.values())) == 2, kinds
+
+
+def test_removals_are_pushed(llama_dir: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager(short_folder, dram="2MiB")
+    try:
+        with routed(llama_dir, manager, monkeypatch, credits=4) as (llm, router):
+            for seed in range(12):
+                generate(llm, [prompt(400, seed)])
+            told(llm)
+            generate(llm, [prompt(3, 999)], 1)  # a step takes in what came while it idled
+            assert any(isinstance(event, BlockRemoved) for event in router.events)
+            assert set(router.blocks) == keys_of(manager.socket, llm)
+    finally:
+        manager.kill()
+
+
+def test_a_purge_and_a_reset_clear(llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    with routed(llama_dir, manager, monkeypatch) as (llm, router):
+        generate(llm, [prompt(200, 1)])
+        told(llm)
+        assert len(router.blocks) == 6
+        channel = Channel(manager.socket, wire.Hello("admin"), 20)
+        channel.send(wire.Purge())
+        until(lambda: any(isinstance(m, wire.Purged) for m in channel.receive(1)), "the purge is over")
+        channel.close()
+
+        def withdrawn() -> bool:
+            generate(llm, [prompt(3, 999)], 1)  # an engine hears of it in its next step
+            return not router.blocks
+
+        until(withdrawn, "the router is told")
+        generate(llm, [prompt(200, 2)])
+        told(llm)
+        assert len(router.blocks) == 6
+        cleared = sum(isinstance(event, AllBlocksCleared) for event in router.events)
+        assert llm.reset_prefix_cache(reset_connector=True)
+        generate(llm, [prompt(3, 999)], 1)
+        assert sum(isinstance(event, AllBlocksCleared) for event in router.events) == cleared + 2  # theirs, ours
+        router.blocks.clear()
+        generate(llm, [prompt(200, 2)])
+        told(llm)
+        assert set(router.blocks) == keys_of(manager.socket, llm)
+        assert len(router.blocks) == 6
+
+
+def test_after_a_gap_what_is_gone_is_withdrawn(
+    llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with routed(llama_dir, manager, monkeypatch) as (llm, router):
+        generate(llm, [prompt(200, 1)])
+        told(llm)
+        assert len(router.blocks) == 6
+        manager.restart()  # without an SSD nothing is left
+        until(lambda: attached(llm), "attached again")
+        generate(llm, [prompt(200, 3)])
+        told(llm)
+        for _ in range(3):
+            step(llm)
+        generate(llm, [prompt(3, 999)], 1)
+        drain(llm)
+        assert set(router.blocks) == keys_of(manager.socket, llm)
+        assert prompt(200, 3)[:32] == list(next(iter(router.blocks.values())))
+
+
+def test_what_others_published_is_not_announced(
+    llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine announces what it published itself: only of that it knows the tokens when it is stored."""
+    with serving(llama_dir, manager) as llm:
+        generate(llm, [prompt(200, 1)])
+        settle(llm)
+    with routed(llama_dir, manager, monkeypatch) as (llm, router):
+        assert generate(llm, [prompt(200, 1)])[0].cached == 192
+        told(llm)
+        assert not router.blocks

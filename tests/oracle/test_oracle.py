@@ -1,0 +1,169 @@
+"""The connector inside of vLLM's own scheduler: any kinds of cache groups, and every byte that a model would read.
+
+No model runs. What it would have computed for a token is known (``oracle_kv``), so what it would read is compared with
+it in every step (``oracle_runner``), while requests, engines and managers come and go at random (``oracle_world``).
+"""
+
+import importlib.util
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
+import oracle_world  # noqa: F401 - the environment of vLLM, before it is imported
+from oracle_kinds import KINDS, Kind
+from oracle_kv import WrongBytes
+from oracle_runner import OracleEngine, Shape, Weather
+from oracle_world import LONGEST, hits, live, need, rest, surroundings
+
+EVENTS = 200
+SEEDS = range(2)
+LONG_SEEDS = range(2, 14)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[tuple[Any, Any]]:
+    with surroundings() as found:
+        yield found
+
+
+def worlds(here: tuple[Any, Any], kind: Kind, seeds: range) -> Counter[str]:
+    base, manager = here
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        if not manager.alive:
+            manager.start()
+        counts += live(base, kind, seed, manager, EVENTS)
+    return counts
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_random_worlds(here: tuple[Any, Any], name: str) -> None:
+    counts = worlds(here, KINDS[name], SEEDS)
+    print(counts)
+    assert counts["tokens restored"] > 0, counts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_more_random_worlds(here: tuple[Any, Any], name: str) -> None:
+    counts = worlds(here, KINDS[name], LONG_SEEDS)
+    print(counts)
+    assert counts["tokens restored"] > 0.03 * counts["tokens of prompts"], counts
+    for group in range(len(KINDS[name].groups)):
+        assert counts[f"restored and read, group {group}"] > 0, (group, counts)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_engine_finds_what_the_first_would_find_again(here: tuple[Any, Any], name: str) -> None:
+    """What vLLM finds in its own, large cache, another engine finds through kvhold; and of each group."""
+    base, manager = here
+    kind, draw = KINDS[name], random.Random(name)
+    text = [[draw.randint(200, 500) for _ in range(LONGEST)] for _ in range(3)]
+    prompts = [text[at % 3][: draw.randint(LONGEST // 3, LONGEST)] for at in range(6)]
+    prompts += [text[0][: 6 * kind.block_size + more] for more in (-1, 0, 1)]
+    counts: Counter[str] = Counter()
+    shape = Shape(need(kind, 512) * 12, 512, 8, answer_deadline_ms=5000.0)
+    found = []
+    for socket in (None, str(manager.socket), str(manager.socket)):
+        engine = OracleEngine(base, kind, shape, socket, Weather(random.Random(1)), counts)
+        try:
+            found.append(hits(engine, prompts))
+            if socket is None:
+                found.append(hits(engine, prompts))
+        finally:
+            engine.close()
+    cold, again, first, second = found
+    lengths = [len(prompt) for prompt in prompts]
+    for known, kept in ((cold, first), (again, second)):
+        assert [max(pair) for pair in zip(known, kept, strict=True)] == kept, f"less, of prompts of {lengths} tokens"
+    for group in range(len(kind.groups)):
+        assert counts[f"restored and read, group {group}"] > 0, (group, counts)
+
+
+@pytest.mark.parametrize("name", ["full", "sliding", "recurrent", "gemma_decode", "llama4", "mamba"])
+def test_a_failed_restore_does_not_stop_the_engine(here: tuple[Any, Any], name: str) -> None:
+    """Two restores that fill the pool; the first fails, and must be computed although the second has come."""
+    base, manager = here
+    kind, socket, draw = KINDS[name], str(manager.socket), random.Random(name)
+    prompts = [[draw.randint(500, 900) for _ in range(LONGEST)] for _ in range(2)]
+    least = need(kind, 64)
+    found = {blocks: after_a_failure(base, kind, blocks, socket, prompts) for blocks in range(least, 2 * least, 3)}
+    stuck = {blocks: story for blocks, story in found.items() if story}
+    assert not stuck, f"in pools of {list(stuck)} blocks; the first: {next(iter(stuck.values()))}"
+
+
+def after_a_failure(base: Any, kind: Kind, blocks: int, socket: str, prompts: list[list[int]]) -> str:
+    """What the engine waits for in the end, or nothing."""
+    shape = Shape(200, 512, 8, answer_deadline_ms=5000.0)
+    engine = OracleEngine(base, kind, shape, socket, Weather(random.Random(1)), Counter())
+    for _ in range(2):  # what is believed to be spoiled is stored anew by whoever misses it
+        hits(engine, prompts)
+        engine.scheduler.reset_prefix_cache()
+    engine.close()
+    weather, counts = Weather(random.Random(1), late=1.0, fail=1.0), Counter[str]()
+    engine = OracleEngine(base, kind, Shape(blocks, 64, 8, answer_deadline_ms=5000.0), socket, weather, counts)
+    try:
+        engine.add("fails", prompts[0], 4)
+        assert rest(engine, lambda: counts["copies in"] > 0, 4000), engine.story()
+        weather.fail = 0.0
+        engine.add("works", prompts[1], 4)
+        rest(engine, lambda: counts["copies in"] > 1, 100)  # if there is room for it
+        weather.late = 0.0
+        if not rest(engine, lambda: not engine.scheduler.has_requests(), 400):
+            return engine.story()
+        assert counts["restores failed"] == 1
+        engine.check_idle()
+        return ""
+    finally:
+        engine.close()
+
+
+# --- would it notice? -------------------------------------------------------------------------------------------
+
+
+def swapped(arena: Any, parts: Any) -> tuple[Any, ...]:
+    """Two blocks of a group are taken for each other."""
+    return arena, [(group, [*blocks[:-2], *blocks[:-3:-1]], offsets) for group, blocks, offsets in parts]
+
+
+def short(arena: Any, parts: Any) -> tuple[Any, ...]:
+    """The last block of the last group is forgotten."""
+    *most, (group, blocks, offsets) = parts
+    return arena, [*most, (group, blocks[:-1], offsets[:-1])]
+
+
+def null(arena: Any, parts: Any) -> tuple[Any, ...]:
+    """The first block goes to the null block."""
+    (group, blocks, offsets), *more = parts
+    return arena, [(group, [0, *blocks[1:]], offsets), *more]
+
+
+def shifted(arena: Any, group: int, blocks: Any, offsets: Any) -> tuple[Any, ...]:
+    """What is stored is another block than was meant."""
+    return arena, group, [max(1, block - 1) for block in blocks], offsets
+
+
+BUGS: dict[str, dict[str, Any]] = {
+    "swapped": {"break_restore": swapped},
+    "short": {"break_restore": short},
+    "null": {"break_restore": null},
+    "shifted": {"break_publish": shifted},
+    "not held until copied": {"lie": True},
+}
+
+
+@pytest.mark.parametrize("name", ["full", "mamba_partial"])
+@pytest.mark.parametrize("bug", BUGS)
+def test_it_would_notice(bug: str, name: str) -> None:
+    with surroundings() as (base, manager):  # of its own: what is wrong in there must not be found by others
+        for seed in range(12):
+            try:
+                live(base, KINDS[name], seed, manager, EVENTS, **BUGS[bug])
+            except WrongBytes:
+                return
+    pytest.fail(f"{bug} was not noticed")
