@@ -273,7 +273,9 @@ def test_events_of_sessions_that_are_gone_or_only_workers_change_nothing():
     assert world.core.counters["stale"] == 2
 
 
-@pytest.mark.parametrize("change", [{"shards": (SLOT,) * 3}, {"shards": ()}, {"key_bytes": 0}, {"space": 0}, {"shards": (0, 0)}])
+@pytest.mark.parametrize(
+    "change", [{"shards": (SLOT,) * 3}, {"shards": ()}, {"key_bytes": 0}, {"space": 0}, {"shards": (0, 0)}]
+)
 def test_a_space_opened_twice_or_without_geometry_is_refused(change: dict[str, object]):
     world = World()
     engine = world.engine(world=2)

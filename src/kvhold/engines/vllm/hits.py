@@ -22,14 +22,16 @@ _HIT = object()
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A prompt can be resumed after ``tokens``.
+    """A prompt can be resumed after ``tokens``; if that is no more than what the engine has itself, it is no hit.
 
     ``needed[g]`` are the numbers of the blocks of the g-th kept group that have to be restored for that. The last may
-    end inside of its block; its key is the hash of the hit's end.
+    end inside of its block; its key is the hash of the hit's end. At ``junction``, if that is not 0, the prompt leaves
+    what others have in common with it: it could be resumed there if only windows and states had been kept.
     """
 
     tokens: int
     needed: tuple[tuple[int, ...], ...]
+    junction: int
 
 
 @dataclass(slots=True)
@@ -89,28 +91,25 @@ class HitSearch:
         """Keys of the g-th group are the hashes at the multiples of so many tokens."""
         return self.hash_tokens if self.partial else self.groups[group].block_tokens
 
-    def best(self, hashes: Sequence[bytes], local: int, limit: int, stored: Sequence[Collection[bytes]]) -> Hit | None:
-        """The longest hit up to ``limit`` tokens beyond the engine's own of ``local`` tokens; None if there is none.
+    def best(self, hashes: Sequence[bytes], local: int, limit: int, stored: Sequence[Collection[bytes]]) -> Hit:
+        """The longest hit up to ``limit`` tokens; the engine's own is of ``local`` tokens.
 
         ``hashes`` are the request's, one per ``hash_tokens``; ``stored`` the keys that kvhold has, by group.
         """
         with _Filled(self._pool, frozenset(hashes[: local // self.hash_tokens]), stored):
-            blocks, tokens, _ = self._coordinator.find_longest_cache_hit(list(hashes), limit)
-        if tokens <= local:
-            return None
+            blocks, tokens, beyond = self._coordinator.find_longest_cache_hit(list(hashes), limit)
         needed = []
         for group, found in zip(self.groups, blocks, strict=True):
             first = local // group.block_tokens
             needed.append(tuple(at for at in range(first, len(found)) if found[at] is _HIT))
-        return Hit(tokens, tuple(needed))
+        return Hit(tokens, tuple(needed), tokens + beyond if beyond else 0)
 
     def shortest(
         self, hashes: Sequence[bytes], local: int, limit: int, stored: Sequence[Collection[bytes]]
     ) -> tuple[int, int]:
         """(group, tokens): which group ends the hit, and how far it would reach if it were alone."""
         if not isinstance(self._coordinator, HybridKVCacheCoordinator):
-            hit = self.best(hashes, local, limit, stored)
-            return 0, hit.tokens if hit is not None else local
+            return 0, self.best(hashes, local, limit, stored).tokens
         with _Filled(self._pool, frozenset(hashes[: local // self.hash_tokens]), stored):
             _, reached = self._coordinator.find_longest_cache_hit_per_group(list(hashes), limit)
         tokens = min(reached)

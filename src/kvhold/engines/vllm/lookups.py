@@ -89,6 +89,11 @@ class Lookups:
             return () if lookup.closed or self._control.overdue(lookup.question.ticket) else None
         return lookup.question.stored
 
+    def junction(self, request: str) -> int:
+        """Where the request's prompt leaves what others have in common with it, if that was found out; else 0."""
+        lookup = self._by_request.get(request)
+        return lookup.question.junction if lookup is not None and lookup.question is not None else 0
+
     def settle(self, request: str) -> None:
         """The request is admitted without a restore: give the lease back, keep what is known."""
         lookup = self._by_request.get(request)

@@ -31,7 +31,8 @@ class Question(Protocol):
     """One request's question about ``local`` up to ``limit`` tokens, in the session it was asked in.
 
     Once :meth:`progress` has said True, ``hit`` is how many tokens beyond ``local`` can be restored, from ``parts``,
-    which are leased under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it. ``stored[g]`` has
+    which are leased under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it,
+    ``junction`` as in :class:`Hit`. ``stored[g]`` has
     the ends, in tokens, of what the manager had of the g-th group.
     """
 
@@ -40,6 +41,7 @@ class Question(Protocol):
     parts: list[Part]
     reason: str
     cut: int | None
+    junction: int
     stored: Sequence[Collection[int]]
 
     def progress(self, patient: bool) -> bool:
@@ -71,6 +73,7 @@ class ChainQuestion:
         self.parts: list[Part] = []
         self.reason = ""
         self.cut: int | None = None
+        self.junction = 0
         self.stored: Sequence[Collection[int]] = ()
 
     def progress(self, patient: bool) -> bool:
@@ -124,6 +127,7 @@ class GroupsQuestion:
         self.parts: list[Part] = []
         self.reason = "not_stored"
         self.cut: int | None = None
+        self.junction = 0
         self.stored: Sequence[Collection[int]] = ()
 
     def _key(self, tokens: int) -> bytes:
@@ -160,10 +164,12 @@ class GroupsQuestion:
 
     def _prepare(self) -> bool:
         """Ask for the longest hit; False, with the final verdict, if there is none."""
-        self._wanted = self._search.best(self._hashes, self._local, self._reach, self._found)
-        reached = self._wanted.tokens if self._wanted is not None else self._local
-        if reached + self._search.unit <= self._reach == self._limit:
-            self._name_the_shortest()
+        best = self._search.best(self._hashes, self._local, self._reach, self._found)
+        self._wanted = best if best.tokens > self._local else None
+        if self._reach == self._limit:
+            self.junction = best.junction
+            if max(best.tokens, self._local) + self._search.unit <= self._limit:
+                self._name_the_shortest()
         used = tuple(
             (space, b"".join(mine))
             for space, keys, ends, found in zip(self._spaces, self._keys, self._ends, self._found, strict=True)
@@ -225,7 +231,7 @@ class GroupsQuestion:
             frozenset(self._key_of(group, at) for at in needed) for group, needed in enumerate(self._wanted.needed)
         ]
         shorter = self._search.best(self._hashes, self._local, self._local + tokens, leased)
-        if shorter is None or shorter.tokens != self._local + tokens:
+        if shorter.tokens != self._local + tokens:
             return None
         by_group = {part.group: dict(zip(part.blocks, part.offsets, strict=True)) for part in self.parts}
         try:

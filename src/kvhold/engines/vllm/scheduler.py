@@ -291,6 +291,8 @@ class SchedulerHalf:
         found = self._lookups.find(name, local, limit, ask)
         if found is None:
             return None, False
+        # The engine keeps windows and states where it sees prompts part. It sees its own memory only, so it is told.
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, self._lookups.junction(name))
         if found and not self._may_restore(request, computed + found):
             if name not in self._withheld:
                 self._withheld.add(name)

@@ -1,0 +1,29 @@
+"""Where prompts part, windows and states are kept, although only the engine can keep them and it remembers nothing."""
+
+from pathlib import Path
+
+import pytest
+from bed import generate, prompt
+from families import FAMILIES, Bench, Family, weights
+from manager_process import Manager
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in ("gemma3", "falcon_h1")], ids=lambda f: f.name)
+def test_a_shared_beginning_is_learnt_across_resets(tmp_path: Path, manager: Manager, family: Family) -> None:
+    """As fast as an engine that never forgets: the second prompt that parts there is the last to compute all."""
+    unit, shared = family.unit, family.unit * 3
+    stored = prompt(unit * 5 + 5, 1)
+    prompts = [stored, *(stored[: shared + 7] + prompt(unit + 9, 50 + i) for i in range(4))]
+    with weights():
+        bench = Bench(family, tmp_path, manager)
+        llm = bench.alone()
+        own = [generate(llm, [tokens], 2)[0] for tokens in prompts]
+        assert [output.cached for output in own] == [0, 0, shared, shared, shared]
+        llm, restored = bench.engine(), []
+        for tokens in prompts:
+            restored += generate(llm, [tokens], 2)
+            bench.forget()
+        assert [output.cached for output in restored] == [output.cached for output in own]
+        assert [output.tokens for output in restored] == [output.tokens for output in own]
+        bench.check_nothing_held()
+        bench.close()
