@@ -79,9 +79,9 @@ def warm_up(llm: LLM, credits: int = 64) -> None:
     def granted() -> bool:
         half.control.new_step()
         tokens = half._config.scheduler_config.max_num_batched_tokens
-        return bool(half._spaces) and all(
+        return half._spaces.opened and all(
             len(half.control.credit.get(space, ())) >= min(credits, 2 * max(1, tokens // group.block_tokens))
-            for space, group in zip(half._spaces, half._groups, strict=True)
+            for space, group in zip(half._spaces.plain or (), half._groups, strict=True)
         )
 
     until(granted, "slots are granted")

@@ -17,7 +17,8 @@ from manager_process import Manager
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from kvhold.engines.vllm import adapters, scheduler
+from kvhold.engines.vllm import adapters
+from kvhold.engines.vllm import spaces as spaces_module
 from kvhold.engines.vllm.adapters import Adapters
 
 PROMPTS = [prompt(400, seed) for seed in range(2)]
@@ -126,7 +127,7 @@ def test_what_an_adapter_computed_is_restored_for_it_alone(
 def test_more_adapters_than_are_spoken_of_at_once(
     llama_dir: Path, tmp_path: Path, manager: Manager, adapter: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "_ADAPTERS", 1)
+    monkeypatch.setattr(spaces_module, "_MOST_ADAPTERS", 1)
     other = LoRARequest("other", 2, str(write_adapter(tmp_path / "other", 2)))
     expected = {each: truth(llama_dir, each) for each in (adapter, other)}
     with serving(llama_dir, manager, **LORA) as llm:
@@ -373,7 +374,7 @@ def test_after_a_reset_while_requests_run_only_what_is_new_from_the_start_is_sto
         outputs = run_until(llm, lambda: objects(manager) == 12)
         half = scheduler_side(llm)
         assert not llm.reset_prefix_cache(reset_connector=True)
-        outputs |= run_until(llm, lambda: len(half.control.credit.get(half._spaces[0], ())) >= 64)
+        outputs |= run_until(llm, lambda: len(half.control.credit.get(half._spaces.plain[0], ())) >= 64)
         add(llm, "b", PROMPTS[0], 40)  # from the engine's own cache
         outputs |= drain(llm)
         assert [outputs["a"], outputs["b"]] == [expected[0], expected[0]]

@@ -78,19 +78,19 @@ def test_the_handshake_of_an_engine_with_stages(llama_dir: Path, manager: Manage
         stages = reports(*[(4096,)] * 4, stages=2)
         keyed = {(report.stage, report.rank % 2): report for report in stages}
         scheduler_half(llm).set_xfer_handshake_metadata_pp_aware(keyed)
-        assert half._ranks == agree(stages)
+        assert half._spaces.ranks == agree(stages)
 
 
 def test_who_owns_no_part_writes_none_and_is_not_waited_for(llama_dir: Path, manager: Manager) -> None:
     with serving(llama_dir, manager) as llm:
         half, worker = scheduler_side(llm), worker_side()
         assert worker._report is not None
-        assert half._ranks is not None
+        assert half._spaces.ranks is not None
         worker._report = replace(worker._report, owner=1)  # as if another rank held the same KV
         generate(llm, [prompt(100, 1)])
         assert not worker._copies.publishes
         assert half._publishing.holding, "the owner's copy is what ends the hold"
         [batch] = half._publishing._batches
-        writes = [shards.writes for shards in half._ranks.shards]
+        writes = [shards.writes for shards in half._spaces.ranks.shards]
         half._publishing.ended(CopyReport({batch: dict(writes[0])}), writes)
         assert not half._publishing.holding

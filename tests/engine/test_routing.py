@@ -58,7 +58,8 @@ def keys_of(socket: Path, llm: LLM) -> set[tuple[int, Any]]:
     """All that the manager has for this engine, by group, as events name it."""
     half, found = scheduler_side(llm), set()
     channel = Channel(socket, wire.Hello("admin"), 20)
-    name = scheduler_namespace(half)
+    assert half._spaces.ranks is not None
+    name = half._spaces.namespace(half._spaces.ranks)
     for group in half._groups:
         cursor = 0
         while True:
@@ -72,16 +73,6 @@ def keys_of(socket: Path, llm: LLM) -> set[tuple[int, Any]]:
                 break
     channel.close()
     return found
-
-
-def scheduler_namespace(half: Any) -> bytes:
-    from vllm.v1.core import kv_cache_utils
-
-    from kvhold.engines.vllm.identity import namespace, variant
-
-    algorithm = half._config.cache_config.prefix_caching_hash_algo
-    salt = variant(half._epoch, half._salt, b"")
-    return namespace(half._ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ left a question unanswered past its deadline is not asked again until it says an
 
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -306,8 +306,13 @@ class Control:
         if not patient or self.silent:
             return
         while not asked.answered and not asked.waiting and self._asked and self._left > 0:
+            self.spend(self.pump)
+
+    def spend(self, wait: Callable[[float], object]) -> None:
+        """Have ``wait`` wait for something, at most for what is left of the step's budget."""
+        if self._left > 0:
             begun = time.monotonic()
-            self.pump(self._left)
+            wait(self._left)
             spent = time.monotonic() - begun
             self._left -= spent
             self.waited += spent

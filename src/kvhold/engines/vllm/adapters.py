@@ -78,6 +78,7 @@ class Adapters:
     _asked: dict[str, float] = field(default_factory=dict)  # by request: since when a look is awaited
     _born: float = field(default_factory=lambda: time.time() - CLOCK_SECONDS)
     _looks: "queue.Queue[Known | None]" = field(default_factory=lambda: queue.Queue(_MOST))
+    _looked: threading.Event = field(default_factory=threading.Event)  # since something was asked last
     _thread: threading.Thread | None = None
     _busy: float = 0.0  # since when the thread is looking; 0: it is not
 
@@ -96,6 +97,10 @@ class Adapters:
             stuck = 0 < self._busy < now - _PATIENCE
             return None if now - since < _PATIENCE and not stuck else False
         return self._judge(known)
+
+    def wait(self, seconds: float) -> None:
+        """Let the thread look. A scheduler that only asks again and again leaves it no time to run Python."""
+        self._looked.wait(seconds)
 
     def drop(self, request: str) -> None:
         """The request is over."""
@@ -188,6 +193,7 @@ class Adapters:
         if known.waiting:
             return
         known.waiting = True
+        self._looked.clear()
         try:
             self._looks.put_nowait(known)
         except queue.Full:
@@ -212,6 +218,7 @@ class Adapters:
                 log.warning_once("kvhold: the KV cache of adapter %s is not kept: %s", known.path, str(error))
                 known.digest = None
             known.begun, self._busy = begun, 0.0  # the last: it says that the rest is there
+            self._looked.set()
 
 
 def options_of(config: "LoRAConfig | None") -> bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvhold.client.channel import Channel
-from kvhold.client.control import Control, Geometry, Ticket
+from kvhold.client.control import Control, Ticket
 from kvhold.engines.vllm.adapters import Adapters, options_of
 from kvhold.engines.vllm.admission import Rank, Waiting, all_can_begin, may_ask, most_blocks, order_matters
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
@@ -18,19 +18,18 @@ from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import kept_groups, reachable
 from kvhold.engines.vllm.hits import HitSearch
-from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
 from kvhold.engines.vllm.lookups import Lookups
 from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan, WorkerReport
 from kvhold.engines.vllm.publishing import Handed, Publishing
 from kvhold.engines.vllm.questions import ChainQuestion, GroupsQuestion, Part, Question
-from kvhold.engines.vllm.ranks import Ranks, agree
+from kvhold.engines.vllm.ranks import agree
 from kvhold.engines.vllm.reach import Reach
+from kvhold.engines.vllm.spaces import Spaces
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.protocol import MAX_KEYS, Hello, Retire
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -43,8 +42,6 @@ _FIRST_ATTACH_SECONDS = 10.0
 """How long the engine's start waits for the first session."""
 _READY_SECONDS = 5.0
 """How long it then waits for the manager's word that all workers are there, so that the first request is served."""
-_ADAPTERS = 8
-"""So many LoRA adapters are spoken of at once, the last used ones."""
 
 
 @dataclass(slots=True)
@@ -68,9 +65,7 @@ class SchedulerHalf:
         self._cache = cache
         self._world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._groups = kept_groups(config, cache)
-        self._epoch = settings.epoch or ""
         self._adapters = Adapters(options_of(config.lora_config))
-        self._adapted: dict[tuple[str, bytes], tuple[int, ...]] = {}  # spaces by adapter; the last used last
         self._restores_wanted = transfer.is_kv_consumer
         self._publishes_wanted = transfer.is_kv_producer
         self.stats = KvHoldStats()
@@ -80,6 +75,9 @@ class SchedulerHalf:
             settings.step_budget_ms / 1e3,
             settings.answer_deadline_ms / 1e3,
             settings.read_deadline_ms / 1e3,
+        )
+        self._spaces = Spaces(
+            self.control, config, self._groups, self._adapters, settings.epoch or "", self._publishes_wanted
         )
         self._patient = parallel.data_parallel_size == 1  # a deferred request keeps idle data-parallel ranks busy
         self._lookups = Lookups(self.control, self.stats, self._patient)
@@ -93,7 +91,7 @@ class SchedulerHalf:
             settings.save_decode_cache,
             self._spaces_of,
             self._lookups.stored,
-            self._is_sure,
+            self._spaces.sure,
             self.events,
         )
         self._manager: KVCacheManager | None = None
@@ -109,11 +107,7 @@ class SchedulerHalf:
         self._together = len(self._groups) > 1 or not self._groups[0].whole
         self._waiting: dict[str, Waiting] = {}  # given blocks and not computing yet; kept only where that is asked
         self._withheld: set[str] = set()
-        self._ranks: Ranks | None = None
-        self._salt = b""
-        self._spaces: tuple[int, ...] = ()
-        self._next_space = 1
-        self._spaces_attachment = 0
+        self._told_of: tuple[int, ...] = ()  # the spaces that events are about
         self._loads: list[Load] = []
         self._restores: dict[str, Restore] = {}
         self._failed: set[str] = set()
@@ -149,9 +143,9 @@ class SchedulerHalf:
         if len({report.rank for report in listed}) < self._world:
             log.warning("kvhold: %d of %d workers reported; nothing is cached", len(listed), self._world)
             return
-        self._ranks = agree(listed)
-        if self._ranks.private:
-            self._salt = os.urandom(16)
+        self._spaces.ranks = agree(listed)
+        if self._spaces.ranks.private:
+            self._spaces.salt = os.urandom(16)
         end = time.monotonic() + _READY_SECONDS
         while self._keeper.channel is not None and time.monotonic() < end:
             self.control.new_step()
@@ -176,72 +170,17 @@ class SchedulerHalf:
         if not self._in_step:
             self._in_step = True  # before the session is looked at: see hello()
             self.control.new_step()
-        attachment = self.control.attachment
-        if not attachment or self._ranks is None:
-            return None
-        if self._spaces_attachment != attachment:
-            self._spaces_attachment = attachment
-            self._adapted.clear()
-            self._spaces = tuple(self._open(at, self._ranks) for at in range(len(self._groups)))
-            if self.events is not None:
-                self.events.opened(self._spaces)
-        return self._spaces
-
-    def _open(self, at: int, ranks: Ranks, adapter: bytes = b"") -> int:
-        # vLLM settles the seed of its block hashes after it has built the scheduler, so it is read at first use.
-        from vllm.v1.core import kv_cache_utils
-
-        algorithm = self._config.cache_config.prefix_caching_hash_algo
-        if hashes_are_private(algorithm):
-            log.warning_once(
-                "kvhold: block hashes by %s have a random seed, so this engine shares with no other; "
-                "set PYTHONHASHSEED or use sha256",
-                algorithm,
-            )
-        salt = variant(self._epoch, self._salt, adapter)
-        name = namespace(ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
-        group = self._groups[at]
-        shards = tuple(ranks.shards[at].writes.values())
-        space, self._next_space = self._next_space, self._next_space + 1
-        tokens = self._config.scheduler_config.max_num_batched_tokens
-        credit = 2 * max(1, tokens // group.block_tokens) if self._publishes_wanted else 0
-        self.control.open(space, Geometry(name, group.index, len(kv_cache_utils.NONE_HASH), shards), credit)
-        return space
+        spaces = self._spaces.plain
+        if self.events is not None and spaces is not None and spaces != self._told_of:
+            self._told_of = spaces
+            self.events.opened(spaces)
+        return spaces
 
     def _spaces_of(self, request: "Request") -> tuple[int, ...] | None:
         """Where what is computed for ``request`` may be published; None as long as that is nowhere."""
-        if self._spaces_attachment != self.control.attachment:
+        if not self._spaces.opened or (self._outdated and request.request_id not in self._fresh):
             return None
-        if self._outdated and request.request_id not in self._fresh:
-            return None
-        return self._spaces if request.lora_request is None else self._adapter_spaces(request.lora_request)
-
-    def _adapter_spaces(self, adapter: "LoRARequest") -> tuple[int, ...] | None:
-        """Spaces, by group, of what an adapter computes, opened if they are not; None while its weights are unknown."""
-        digest = self._adapters.digest(adapter)
-        if digest is None or self._ranks is None:
-            return None
-        ranks, key = self._ranks, (self._adapters.path(adapter), digest)
-        spaces = self._adapted.pop(key, None)
-        if spaces is None:
-            while len(self._adapted) >= _ADAPTERS:
-                self._close(self._adapted.pop(next(iter(self._adapted))))
-            spaces = tuple(self._open(at, ranks, digest) for at in range(len(self._groups)))
-        self._adapted[key] = spaces
-        return spaces
-
-    def _close(self, spaces: Iterable[int]) -> None:
-        for space in spaces:
-            self.control.close(space)
-
-    def _is_sure(self, space: int, since: float) -> bool | None:
-        """Whether what was computed for ``space`` until ``since`` is what it stands for; None: ask again.
-
-        Spaces that were closed meanwhile take nothing, whatever the answer."""
-        for (path, _), spaces in self._adapted.items():
-            if space in spaces:
-                return self._adapters.sure(path, since)
-        return True
+        return self._spaces.of(request.lora_request)
 
     # --- questions ----------------------------------------------------------------------------------------------
 
@@ -273,8 +212,11 @@ class SchedulerHalf:
         if request.lora_request is not None:
             sure = self._adapters.look(name, request.lora_request)
             if sure is None and self._patient and local < limit:
-                return None, False
-            own = self._adapter_spaces(request.lora_request) if sure else None
+                self.control.spend(self._adapters.wait)
+                sure = self._adapters.look(name, request.lora_request)
+                if sure is None:
+                    return None, False
+            own = self._spaces.of(request.lora_request) if sure else None
             if own is None:
                 self._lookups.miss(name, local, limit, "lora")
                 return 0, False
@@ -411,7 +353,8 @@ class SchedulerHalf:
             log.exception("kvhold: planning failed; blocks of this step are not published")
         self._step += 1
         plan.incarnation = self.control.incarnation
-        plan.starts = tuple(shards.starts for shards in self._ranks.shards) if self._ranks is not None else ()
+        ranks = self._spaces.ranks
+        plan.starts = tuple(shards.starts for shards in ranks.shards) if ranks is not None else ()
         self._in_step = False
         return plan
 
@@ -435,8 +378,8 @@ class SchedulerHalf:
                 if self._together and name in self._waiting:  # the engine keeps nothing of it
                     self._waiting[name] = replace(self._waiting[name], held=0)
         report = output.kv_connector_worker_meta
-        if isinstance(report, CopyReport) and self._ranks is not None:
-            self._publishing.ended(report, [shards.writes for shards in self._ranks.shards])
+        if isinstance(report, CopyReport) and self._spaces.ranks is not None:
+            self._publishing.ended(report, [shards.writes for shards in self._spaces.ranks.shards])
         self.control.release(ended)
 
     @property
@@ -448,12 +391,8 @@ class SchedulerHalf:
         """Re-key this engine: it finds nothing of what was stored before, and publishes nothing computed before."""
         self._lookups.drop_all()
         self._publishing.forget_all()
-        self._salt = os.urandom(16)
-        for spaces in (self._spaces, *self._adapted.values()):
-            self._close(spaces)
-        self._adapted.clear()
+        self._spaces.rekey(os.urandom(16))
         self._adapters.rekeyed()
-        self._spaces_attachment = 0
         # Blocks that are in use keep the engine's own cache alive, and what is computed on top of that is no better.
         self._fresh.clear()
         self._outdated = self._manager is not None and (

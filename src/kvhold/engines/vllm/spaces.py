@@ -1,0 +1,132 @@
+"""The namespaces that one engine speaks of: one space per cache group, and again for each LoRA adapter."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvhold.client.control import Control, Geometry
+from kvhold.engines.vllm.adapters import Adapters
+from kvhold.engines.vllm.groups import Group
+from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
+from kvhold.engines.vllm.ranks import Ranks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+
+log = init_logger(__name__)
+
+_MOST_ADAPTERS = 8
+"""Adapters that have spaces at once; each is granted slots of its own."""
+
+
+class Spaces:
+    """Spaces by group, opened in each session when they are first asked for. ``credits`` says whether slots are wanted.
+
+    ``salt`` sets this engine apart from all others, if it is not empty.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        config: "VllmConfig",
+        groups: Sequence[Group],
+        adapters: Adapters,
+        epoch: str,
+        credits: bool,
+    ) -> None:
+        self.ranks: Ranks | None = None
+        self.salt = b""
+        self._control = control
+        self._config = config
+        self._groups = groups
+        self._adapters = adapters
+        self._epoch = epoch
+        self._credits = credits
+        self._attachment = 0
+        self._plain: tuple[int, ...] = ()
+        self._adapted: dict[tuple[str, bytes], tuple[int, ...]] = {}  # by adapter; the last used last
+        self._next = 1
+
+    @property
+    def opened(self) -> bool:
+        """Whether spaces are open in the session as it is."""
+        return self._attachment > 0 and self._attachment == self._control.attachment
+
+    @property
+    def plain(self) -> tuple[int, ...] | None:
+        """Those without an adapter; None without a session."""
+        if not self._control.attachment or self.ranks is None:
+            return None
+        if not self.opened:
+            self._attachment = self._control.attachment
+            self._adapted.clear()
+            self._plain = self._open(self.ranks)
+        return self._plain
+
+    def of(self, adapter: "LoRARequest | None") -> tuple[int, ...] | None:
+        """Those of what is computed with ``adapter``; None without a session, or while its weights are unknown."""
+        if adapter is None or self.plain is None:
+            return self.plain
+        digest = self._adapters.digest(adapter)
+        if digest is None or self.ranks is None:
+            return None
+        key = self._adapters.path(adapter), digest
+        spaces = self._adapted.pop(key, None)
+        if spaces is None:
+            while len(self._adapted) >= _MOST_ADAPTERS:
+                self._close(self._adapted.pop(next(iter(self._adapted))))
+            spaces = self._open(self.ranks, digest)
+        self._adapted[key] = spaces
+        return spaces
+
+    def sure(self, space: int, since: float) -> bool | None:
+        """Whether what was computed for ``space`` until ``since`` is what it stands for; None: ask again.
+
+        Spaces that were closed meanwhile take nothing, whatever the answer.
+        """
+        for (path, _), spaces in self._adapted.items():
+            if space in spaces:
+                return self._adapters.sure(path, since)
+        return True
+
+    def rekey(self, salt: bytes) -> None:
+        """Speak of other namespaces from now on."""
+        self.salt = salt
+        for spaces in (self._plain, *self._adapted.values()):
+            self._close(spaces)
+        self._adapted.clear()
+        self._attachment = 0
+
+    def _close(self, spaces: Sequence[int]) -> None:
+        for space in spaces:
+            self._control.close(space)
+
+    def namespace(self, ranks: Ranks, adapter: bytes = b"") -> bytes:
+        """What sets what is stored now apart from all that is incompatible with it."""
+        # vLLM settles the seed of its block hashes after it has built the scheduler, so it is read at first use.
+        from vllm.v1.core import kv_cache_utils
+
+        algorithm = self._config.cache_config.prefix_caching_hash_algo
+        if hashes_are_private(algorithm):
+            log.warning_once(
+                "kvhold: block hashes by %s have a random seed, so this engine shares with no other; "
+                "set PYTHONHASHSEED or use sha256",
+                algorithm,
+            )
+        salt = variant(self._epoch, self.salt, adapter)
+        return namespace(ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
+
+    def _open(self, ranks: Ranks, adapter: bytes = b"") -> tuple[int, ...]:
+        from vllm.v1.core.kv_cache_utils import NONE_HASH
+
+        name = self.namespace(ranks, adapter)
+        tokens = self._config.scheduler_config.max_num_batched_tokens
+        spaces = tuple(range(self._next, self._next + len(self._groups)))
+        self._next += len(self._groups)
+        for space, group, shards in zip(spaces, self._groups, ranks.shards, strict=True):
+            wanted = 2 * max(1, tokens // group.block_tokens) if self._credits else 0
+            sizes = tuple(shards.writes.values())
+            self._control.open(space, Geometry(name, group.index, len(NONE_HASH), sizes), wanted)
+        return spaces

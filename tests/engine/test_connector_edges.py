@@ -1,0 +1,792 @@
+"""Edges of the connector that an engine reaches rarely: each of its parts alone, with stand-ins for the rest."""
+
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bed import generate, prompt, scheduler_half, worker_half
+from kvhold_bed import counting, scheduler_side, serving
+from manager_process import Manager
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from kvhold.client.control import Slots, Ticket
+from kvhold.copy.job import Job
+from kvhold.engines.vllm.connector import KvHoldConnector
+from kvhold.engines.vllm.events import CacheEvents, Published
+from kvhold.engines.vllm.groups import Group, kept_groups
+from kvhold.engines.vllm.hits import HitSearch
+from kvhold.engines.vllm.lookups import Lookups
+from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
+from kvhold.engines.vllm.publishing import Publishing
+from kvhold.engines.vllm.questions import Part
+from kvhold.engines.vllm.reach import Reach
+from kvhold.engines.vllm.scheduler import SchedulerHalf
+from kvhold.engines.vllm.stats import KvHoldStats
+from kvhold.engines.vllm.worker import Copies, WorkerHalf
+
+FULL = Group(0, "full attention", 16, handed=False, whole=True, window=0)
+WIDE = Group(1, "full attention", 64, handed=False, whole=True, window=0)
+STATES = Group(1, "Mamba", 16, handed=True, whole=False, window=0)
+
+
+def keys(count: int, first: int = 1) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in range(first, first + count)]
+
+
+# Questions of waiting requests
+
+
+class Answer:
+    """A question that was answered: ``hit`` tokens, of which all blocks are there."""
+
+    def __init__(self, number: int, hit: int, fails: bool = False) -> None:
+        self.ticket = Ticket(number, 1, 1, 1e12)
+        self.hit, self.fails = hit, fails
+        self.parts = [Part(0, range(hit // 16), array("Q", range(hit // 16)))]
+        self.reason, self.cut, self.junction = "not_stored", None, 0
+        self.stored = (range(16, hit + 1, 16),)
+
+    def progress(self, patient: bool) -> bool:
+        if self.fails:
+            raise IndexError("an answer of a wrong length")
+        return True
+
+    def part(self, tokens: int) -> list[Part] | None:
+        return self.parts if tokens == self.hit else None
+
+
+class Asking:
+    """Lookups whose questions are :class:`Answer`; ``asked`` counts them, ``released`` are those given up."""
+
+    def __init__(self, hit: int = 64, fails: bool = False) -> None:
+        self.asked = 0
+        self.released: list[int] = []
+        self.control: Any = SimpleNamespace(
+            attachment=1,
+            silent=False,
+            overdue=lambda ticket: False,
+            reading=lambda ticket: False,
+            start=lambda ticket: True,
+            release=lambda tickets: self.released.extend(ticket.op for ticket in tickets),
+        )
+        self.hit, self.fails = hit, fails
+        self.stats = KvHoldStats()
+        self.lookups = Lookups(self.control, self.stats, patient=True)
+
+    def ask(self, former: Ticket | None) -> Any:
+        self.asked += 1
+        return Answer(self.asked, self.hit, self.fails)
+
+    def find(self, request: str = "r", local: int = 0, limit: int = 96) -> int | None:
+        return self.lookups.find(request, local, limit, self.ask)
+
+
+def test_a_request_asks_once_until_what_it_asks_about_changes() -> None:
+    asking = Asking()
+    assert [asking.find() for _ in range(5)] == [64] * 5
+    assert asking.asked == 1
+    asking.find(local=16)
+    assert asking.asked == 2, "the engine's own hit has grown"
+    asking.find(local=16, limit=112)
+    assert asking.asked == 3, "the request has become longer"
+    asking.control.attachment = 2
+    asking.find(local=16, limit=112)
+    assert asking.asked == 4, "what another session said is void"
+    asking.find("other", local=16, limit=112)
+    assert asking.asked == 5
+
+
+def test_the_end_of_a_request_and_a_reset_give_questions_up() -> None:
+    asking = Asking()
+    for name in ("a", "b", "c"):
+        asking.find(name)
+    asking.lookups.drop("b")
+    assert asking.released == [2]
+    asking.lookups.drop("b")
+    asking.lookups.drop_all()
+    assert asking.released == [2, 1, 3]
+    assert asking.lookups.take("a", 64) is None
+    asking.find("a")
+    assert asking.asked == 4, "a request of the same name is another one"
+
+
+def test_a_search_that_fails_is_a_miss_and_leaves_nothing_to_others() -> None:
+    asking = Asking(fails=True)
+    assert asking.find("a") == 0
+    assert asking.released == [1]
+    assert asking.lookups.take("a", 64) is None
+    assert asking.stats.data["tokens_missed_error"] == 96
+    asking.fails = False
+    assert asking.find("b") == 64
+
+
+def test_an_admission_without_a_restore_gives_the_lease_back_and_keeps_what_is_known() -> None:
+    """The engine says so, too, when a restore has arrived; what is there must not be stored once more."""
+    asking = Asking()
+    asking.find()
+    asking.lookups.settle("r")
+    asking.lookups.settle("r")
+    assert asking.released == [1]
+    assert asking.lookups.take("r", 64) is None
+    assert asking.lookups.stored("r") == (range(16, 65, 16),)
+    restored = Asking()
+    restored.find()
+    taken = restored.lookups.take("r", 64)
+    assert taken is not None
+    restored.lookups.settle("r")  # the second call, of a restore that arrived
+    assert restored.released == [], "whoever took the lease ends it"
+    assert restored.lookups.stored("r") == (range(16, 65, 16),)
+
+
+def test_only_what_was_found_is_taken() -> None:
+    asking = Asking()
+    asking.find()
+    assert asking.lookups.take("r", 80) is None
+    assert asking.lookups.take("nobody", 64) is None
+    taken = asking.lookups.take("r", 64)
+    assert taken is not None
+    assert asking.lookups.take("r", 64) is None, "once"
+
+
+# Where a prompt can be resumed
+
+
+def searching(*specs: Any, hash_tokens: int, context_ranks: int = 1) -> HitSearch:
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    register_all_kvcache_specs(None)
+    unit = max(spec.block_size for spec in specs) * context_ranks
+    manager = KVCacheManager(
+        cache, 1 << 20, scheduler_block_size=unit, hash_block_size=hash_tokens, dcp_world_size=context_ranks
+    )
+    parallel = SimpleNamespace(decode_context_parallel_size=context_ranks)
+    config: Any = SimpleNamespace(parallel_config=parallel, max_in_flight_tokens=8192, num_prefill_lookahead_tokens=0)
+    return HitSearch(config, cache, manager, kept_groups(config, cache))
+
+
+def attention(block_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def states(block_size: int) -> MambaSpec:
+    return MambaSpec(block_size=block_size, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def window(block_size: int, tokens: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=tokens
+    )
+
+
+def test_a_failed_search_leaves_nothing_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searching(attention(16), window(16, 32), hash_tokens=16)
+    mine = keys(8)
+    there = [frozenset(mine)] * 2
+    assert search.best(mine, 0, 128, there).tokens == 128
+    find = search._coordinator.find_longest_cache_hit
+
+    def failing(*args: Any) -> Any:
+        find(*args)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(search._coordinator, "find_longest_cache_hit", failing)
+    with pytest.raises(RuntimeError, match="injected"):
+        search.best(mine, 64, 128, there)
+    monkeypatch.undo()
+    assert (search._pool.local, search._pool.stored) == ((), ())
+    assert search.best(mine, 0, 128, [frozenset()] * 2).tokens == 0
+
+
+def test_a_search_is_not_bounded_by_the_size_of_its_pool_and_changes_nothing() -> None:
+    search = searching(attention(16), window(16, 64), hash_tokens=16)
+    mine = keys(5000)
+    there = [frozenset(mine)] * 2
+    for _ in range(2):
+        hit = search.best(mine, 0, 5000 * 16, there)
+        assert hit.tokens == 5000 * 16
+        assert hit.needed == (tuple(range(5000)), tuple(range(4996, 5000)))
+
+
+def test_a_state_counts_only_at_its_own_boundary() -> None:
+    search = searching(attention(16), states(16), hash_tokens=16)
+    mine = keys(8)
+    attended = frozenset(mine)
+    assert search.best(mine, 0, 128, [attended, frozenset({mine[4]})]).needed == ((0, 1, 2, 3, 4), (4,))
+    assert search.best(mine, 0, 64, [attended, frozenset({mine[4]})]).tokens == 0
+    assert search.best(mine, 32, 128, [attended, frozenset({mine[4]})]).needed == ((2, 3, 4), (4,))
+    assert search.best(mine, 80, 128, [attended, frozenset({mine[4]})]).tokens == 80, "the engine has as much itself"
+
+
+def test_a_hit_ends_inside_of_a_block_only_where_the_engine_resumes_there() -> None:
+    coarse = searching(attention(64), states(64), hash_tokens=16)
+    assert coarse.partial
+    mine = keys(8)
+    hit = coarse.best(mine, 0, 127, [frozenset({mine[3], mine[5]}), frozenset({mine[5]})])
+    assert (hit.tokens, hit.needed) == (96, ((0, 1), (1,)))
+    alone = searching(attention(16), hash_tokens=16)
+    assert not alone.partial
+    with_window = searching(attention(64), window(16, 64), hash_tokens=16)
+    assert not with_window.partial
+    assert with_window.unit == 64
+
+
+def test_with_context_parallel_ranks_a_block_covers_the_tokens_of_all() -> None:
+    search = searching(attention(16), hash_tokens=32, context_ranks=2)
+    assert (search.groups[0].block_tokens, search.key_tokens(0), search.unit) == (32, 32, 32)
+    hit = search.best(keys(8), 64, 256, [frozenset(keys(6))])
+    assert (hit.tokens, hit.needed) == (192, ((2, 3, 4, 5),))
+
+
+def test_a_restore_must_fill_just_the_blocks_that_the_engine_gave() -> None:
+    """A missing destination would leave a block with another request's data; the engine's null block takes nothing."""
+    half = object.__new__(SchedulerHalf)
+    half._groups = (FULL, STATES)
+    parts = [Part(0, range(1, 4), array("Q", range(3))), Part(1, (3,), array("Q", [9]))]
+    assert half._covers(parts, ([7, 8, 9, 10, 11], [0, 0, 0, 5]), 16, 64)
+    assert not half._covers(parts, ([7, 8, 0, 10, 11], [0, 0, 0, 5]), 16, 64), "a null destination"
+    assert not half._covers(parts, ([7, 8, 9, 10, 11], [0, 0, 0, 0]), 16, 64)
+    assert not half._covers(parts, ([7, 8, 9], [0, 0, 0, 5]), 16, 64), "a destination that is missing"
+    assert not half._covers(parts[:1], ([7, 8, 9, 10, 11], [0, 0, 0, 5]), 16, 64), "a block that nothing fills"
+
+
+# Publishing
+
+
+class Storing:
+    """A :class:`Publishing` over ``groups`` with hashes of 16 tokens; each rank's copy has 4096 bytes."""
+
+    def __init__(self, *groups: Group, decode: bool = False, slots: int = 100, stored: Any = ()) -> None:
+        self.touched: list[int] = []
+        self.freed: list[int] = []
+        self.told: list[tuple[Any, ...]] = []
+        credit = {number: _slots(slots) for number in range(len(groups))}
+        self.control: Any = SimpleNamespace(
+            attachment=1,
+            credit=credit,
+            commit=lambda space, parent, depth, keys, *_: self.told.append(("commit", space, depth, *keys)),
+            give_back=lambda space, taken: self.told.append(("back", space, len(taken))),
+        )
+        spaces = tuple(range(len(groups)))
+        self.publishing = Publishing(
+            self.control, KvHoldStats(), decode, lambda _: spaces, lambda _: stored, lambda *_: True, None
+        )
+        pool: Any = SimpleNamespace(
+            num_gpu_blocks=1000, blocks=range(1000), touch=self.touched.extend, free_blocks=self.freed.extend
+        )
+        reach = object.__new__(Reach)
+        reach.groups, reach.by_index = groups, {group.index: at for at, group in enumerate(groups)}
+        reach.hash_tokens, reach._caching = 16, False
+        reach._managers = [SimpleNamespace(use_eagle=False)] * len(groups)
+        reach._coordinator = SimpleNamespace(num_reprefillable_tokens=0)  # type: ignore[assignment]
+        self.publishing.bind(pool, reach)
+        self.expected = [{0: 4096, 1: 4096}] * len(groups)
+
+    def request(self, name: str = "r", prompt: int = 96, first: int = 1, hashes: int | None = None) -> Any:
+        request = SimpleNamespace(
+            request_id=name,
+            block_hashes=keys(prompt // 16 if hashes is None else hashes, first),
+            num_prompt_tokens=prompt,
+            num_tokens=prompt,
+            num_computed_tokens=0,
+            num_in_flight_tokens=0,
+            lora_request=None,
+        )
+        self.publishing.admit(request)  # type: ignore[arg-type]
+        return request
+
+    def step(
+        self,
+        request: Any,
+        tokens: int,
+        *tables: Sequence[int],
+        handed: Iterable[tuple[int, int, int]] = (),
+        preempted: bool = False,
+        finished: bool = False,
+    ) -> list[Publish]:
+        """A step that computes ``tokens`` of ``request``."""
+        name = request.request_id
+        state = SimpleNamespace(
+            get_block_ids=lambda asked: tables if asked == name else None,
+            boundary_state_offloads={name: list(handed)} if handed else {},
+        )
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens={name: tokens} if tokens else {},
+            kv_connector_block_state=state,
+            preempted_req_ids={name} if preempted else None,
+            finished_req_ids={name} if finished else set(),
+        )
+        plans: list[Publish] = []
+        self.publishing.plan(output, plans)
+        request.num_computed_tokens += tokens
+        return plans
+
+    def end(self, batch: int, *ranks: int, size: int = 4096) -> None:
+        self.publishing.ended(CopyReport({batch: dict.fromkeys(ranks, size)}), self.expected)
+
+
+def _slots(count: int) -> Slots:
+    return Slots(array("I", range(count)), array("Q", range(count)), array("Q", [1] * count))
+
+
+def blocks(plans: list[Publish]) -> list[tuple[int, list[int]]]:
+    return [(plan.group, plan.blocks) for plan in plans]
+
+
+def test_what_is_being_stored_is_not_stored_again_by_another_request_or_a_later_step() -> None:
+    storing = Storing(FULL)
+    first, second = storing.request("a"), storing.request("b", prompt=128)
+    plans = storing.step(first, 96, range(10, 16))
+    assert blocks(plans) == [(0, [10, 11, 12, 13, 14, 15])]
+    assert blocks(storing.step(second, 128, range(20, 28))) == [(0, [26, 27])], "the rest is on its way"
+    assert storing.step(second, 1, range(20, 29)) == []
+
+
+def test_null_blocks_and_what_is_there_already_are_passed_over() -> None:
+    storing = Storing(FULL, stored=({32, 80},))
+    assert blocks(storing.step(storing.request(), 96, [10, 11, 0, 13, 14, 15])) == [(0, [10]), (0, [13]), (0, [15])]
+
+
+def test_a_block_that_was_evicted_meanwhile_is_stored_again() -> None:
+    """Of a restored prompt all blocks are offered, and only what the manager said it has is left out."""
+    assert (
+        blocks((there := Storing(FULL, stored=({16, 32, 48, 64, 80, 96},))).step(there.request(), 96, range(9, 15)))
+        == []
+    )
+    gone = Storing(FULL, stored=({16, 32, 64, 80, 96},))
+    assert blocks(gone.step(gone.request(), 96, range(9, 15))) == [(0, [11])]
+    unknown = Storing(FULL, stored=())  # the question failed
+    assert blocks(unknown.step(unknown.request(), 96, range(9, 15))) == [(0, list(range(9, 15)))]
+
+
+def test_while_it_is_not_known_what_is_there_nothing_is_stored() -> None:
+    storing = Storing(FULL, stored=None)
+    assert storing.step(storing.request(), 96, range(9, 15)) == []
+
+
+def test_small_blocks_do_not_wait_for_large_ones() -> None:
+    storing = Storing(FULL, WIDE)
+    request = storing.request(prompt=128)
+    assert blocks(storing.step(request, 40, [1, 2, 3], [50])) == [(0, [1, 2])]
+    assert blocks(storing.step(request, 40, range(1, 6), [50, 51])) == [(0, [3, 4, 5]), (1, [50])]
+    assert blocks(storing.step(request, 48, range(1, 9), [50, 51])) == [(0, [6, 7, 8]), (1, [51])]
+
+
+def test_tokens_without_a_hash_are_not_stored() -> None:
+    """Guesses are counted as computed until they are checked."""
+    storing = Storing(FULL, decode=True)
+    request = storing.request(prompt=80, hashes=5)
+    assert blocks(storing.step(request, 80 + 20, range(1, 9))) == [(0, [1, 2, 3, 4, 5])]
+    request.block_hashes = keys(6)
+    request.num_computed_tokens = 96  # four of them were right
+    assert blocks(storing.step(request, 1, range(1, 9))) == [(0, [6])]
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_generated_blocks_only_on_demand(decode: bool) -> None:
+    storing = Storing(FULL, decode=decode)
+    request = storing.request(prompt=40, hashes=2)
+    assert blocks(storing.step(request, 40, [1, 2, 3])) == [(0, [1, 2])]
+    request.block_hashes = keys(3)
+    assert blocks(storing.step(request, 8, [1, 2, 3])) == ([(0, [3])] if decode else [])
+
+
+def test_a_resumed_request_is_stored_from_its_new_blocks() -> None:
+    storing = Storing(FULL, slots=2)
+    request = storing.request()
+    assert blocks(storing.step(request, 48, [1, 2, 3])) == [(0, [1, 2])]
+    assert storing.step(request, 0, [1, 2, 3], preempted=True) == []
+    request.num_computed_tokens = 0
+    storing.control.credit[0] = _slots(9)
+    storing.publishing.admit(request)
+    assert blocks(storing.step(request, 64, [30, 31, 32, 33])) == [(0, [32, 33])], "two are on their way"
+
+
+def test_states_are_stored_only_when_they_are_handed_over() -> None:
+    storing = Storing(FULL, STATES)
+    request = storing.request()
+    assert blocks(storing.step(request, 64, range(1, 5), range(60, 64))) == [(0, [1, 2, 3, 4])]
+    handed = [(1, 62, 48)]
+    assert blocks(storing.step(request, 32, range(1, 7), range(60, 66), handed=handed)) == [(0, [5, 6]), (1, [62])]
+    [plan] = storing.step(request, 1, range(1, 8), range(60, 67), handed=[(1, 70, 80)])
+    storing.end(plan.batch, 0, 1)
+    assert storing.told == [("commit", 1, 4, keys(5)[4])], "under the hash of its boundary"
+
+
+@pytest.mark.parametrize(
+    "handed",
+    [(1, 0, 48), (1, 62, 0), (1, 62, -16), (1, 62, 112), (1, 62, 40), (7, 62, 48)],
+    ids=["null", "no boundary", "negative", "beyond the hashes", "between hashes", "no group of ours"],
+)
+def test_a_state_that_cannot_be_right_is_not_stored(handed: tuple[int, int, int]) -> None:
+    storing = Storing(FULL, STATES)
+    request = storing.request()
+    storing.step(request, 96, range(1, 7), [0] * 6)
+    assert storing.step(request, 1, range(1, 8), [0] * 6, handed=[handed]) == []
+
+
+def test_a_state_of_a_request_that_ends_or_is_preempted_or_unknown_is_not_stored() -> None:
+    for ending in ("preempted", "finished", "unknown"):
+        storing = Storing(FULL, STATES)
+        request = storing.request()
+        if ending == "unknown":
+            storing.publishing.forget("r")
+        what: Any = {} if ending == "unknown" else {ending: True}
+        assert storing.step(request, 0, range(1, 7), [0, 0, 62, 0, 0, 0], handed=[(1, 62, 48)], **what) == [], ending
+    assert blocks(storing.publishing.take_late()) == []
+
+
+def test_at_a_requests_end_its_state_is_stored_with_the_block_it_stands_in() -> None:
+    storing = Storing(Group(0, "full attention", 64, handed=False, whole=True, window=0), STATES)
+    request = storing.request(prompt=97, hashes=6)
+    assert blocks(storing.step(request, 96, [5, 6], [0] * 6)) == [(0, [5])]
+    storing.touched.clear()
+    storing.publishing.finish(request, ([5, 6], [0, 0, 0, 0, 0, 61]), [(1, 61, 96)])
+    assert storing.touched == [61, 6], "held at once"
+    assert storing.publishing.holding
+    storing.publishing.forget("r")
+    late = storing.publishing.take_late()
+    assert blocks(late) == [(1, [61]), (0, [6])]
+    assert storing.publishing.take_late() == []
+    for plan in late:
+        storing.end(plan.batch, 0, 1)
+    assert storing.told == [("commit", 1, 5, keys(6)[5]), ("commit", 0, 1, keys(6)[5])]
+
+
+@pytest.mark.parametrize(
+    ("handed", "in_flight"),
+    [((1, 61, 96), 16), ((1, 61, 97), 0), ((1, 61, 112), 0), ((1, 0, 96), 0), ((1, 61, 0), 0)],
+    ids=["still computed", "between hashes", "beyond what was computed", "null", "no boundary"],
+)
+def test_a_tail_that_cannot_be_right_is_not_stored(handed: tuple[int, int, int], in_flight: int) -> None:
+    storing = Storing(Group(0, "full attention", 64, handed=False, whole=True, window=0), STATES)
+    request = storing.request(prompt=97, hashes=6)
+    storing.step(request, 96, [5, 6], [0] * 6)
+    request.num_in_flight_tokens = in_flight
+    storing.publishing.finish(request, ([5, 6], [0] * 6), [handed])
+    assert storing.publishing.take_late() == []
+
+
+def test_blocks_are_let_go_once_from_the_tail_when_all_ranks_are_done() -> None:
+    storing = Storing(FULL)
+    [plan] = storing.step(storing.request(), 96, range(10, 16))
+    assert storing.touched == [10, 11, 12, 13, 14, 15]
+    storing.end(plan.batch, 0)
+    storing.end(plan.batch, 0)
+    assert storing.freed == []
+    storing.end(plan.batch, 1)
+    assert storing.freed == [15, 14, 13, 12, 11, 10]
+    storing.end(plan.batch, 0, 1)
+    storing.end(99, 0, 1)
+    assert storing.freed == [15, 14, 13, 12, 11, 10]
+    assert storing.told == [("commit", 0, 0, *keys(6))]
+
+
+def test_two_copies_of_one_block_hold_it_each_for_itself() -> None:
+    storing = Storing(Group(0, "full attention", 64, handed=False, whole=True, window=0), STATES, decode=True)
+    request = storing.request(prompt=112, hashes=7)
+    [_, tail] = storing.step(request, 48, [5], [0] * 3, handed=[(1, 61, 48)])
+    [whole] = storing.step(request, 64, [5, 6], [0] * 7)
+    assert (tail.blocks, whole.blocks) == ([5], [5])
+    storing.end(tail.batch, 0, 1)
+    assert (storing.touched.count(5), storing.freed.count(5)) == (2, 1)
+    storing.end(whole.batch, 0, 1)
+    assert storing.freed.count(5) == 2
+
+
+def test_copies_end_in_any_order_and_one_that_failed_spoils_no_other() -> None:
+    storing = Storing(FULL)
+    [first] = storing.step(storing.request("a"), 32, [1, 2])
+    [second] = storing.step(storing.request("b", first=50), 32, [3, 4])
+    [third] = storing.step(storing.request("c", first=90), 32, [5, 6])
+    storing.end(third.batch, 0, 1)
+    storing.end(second.batch, 0)
+    storing.end(second.batch, 1, size=-1)
+    storing.end(first.batch, 1, 0)
+    assert storing.freed == [6, 5, 4, 3, 2, 1]
+    assert storing.told == [("commit", 0, 0, *keys(2, 90)), ("back", 0, 2), ("commit", 0, 0, *keys(2))]
+    assert not storing.publishing.holding
+
+
+def test_what_failed_is_stored_by_who_computes_it_next() -> None:
+    storing = Storing(FULL)
+    [plan] = storing.step(storing.request("a"), 32, [1, 2])
+    storing.end(plan.batch, 0, size=-1)
+    storing.end(plan.batch, 1)
+    assert blocks(storing.step(storing.request("b"), 32, [3, 4])) == [(0, [3, 4])]
+
+
+def test_a_copy_that_does_not_end_is_reported_once_and_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvhold.engines.vllm import publishing
+
+    storing = Storing(FULL)
+    request = storing.request(prompt=160)
+    [plan] = storing.step(request, 32, [1, 2])
+    monkeypatch.setattr(publishing, "STALL_SECONDS", -1)
+    for _ in range(3):
+        storing.step(request, 0, [1, 2])
+    assert storing.publishing._stats.data["publishes_stalled"] == 1
+    assert (storing.freed, storing.publishing.holding) == ([], True)
+    storing.end(plan.batch, 0, 1)
+    assert storing.freed == [2, 1]
+
+
+def test_a_mask_that_is_not_about_the_blocks_asked_for_is_an_error() -> None:
+    reach = object.__new__(Reach)
+    reach.groups, reach._caching = (FULL,), True
+    manager: Any = SimpleNamespace(cache_hit_alignment_tokens=16, kv_cache_spec=None, use_eagle=False, dcp_world_size=1)
+    reach._managers = [manager]
+    coordinator: Any = SimpleNamespace(scheduler_block_size=16, eagle_group_ids=(), retention_interval=None)
+    reach._coordinator = coordinator
+    request: Any = SimpleNamespace(num_prompt_tokens=96, shared_prefix_boundary=0)
+    manager.reachable_block_mask = lambda **_: [True, False]
+    assert reach.useful(0, 3, 5, request) == [True, False]
+    with pytest.raises(ValueError, match="for 3 blocks has 2 entries"):
+        reach.useful(0, 3, 6, request)
+
+
+# Events
+
+
+def routing() -> CacheEvents:
+    control: Any = SimpleNamespace(attachment=1, silent=False)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention(16))])
+    events = CacheEvents(control, cache, (FULL,))
+    events.opened((7,))
+    return events
+
+
+def published(tokens: int = 33) -> Published:
+    request = Request("r", list(range(tokens)), SamplingParams(max_tokens=1), None)
+    return Published(request, b"", 0, 16)
+
+
+def test_stored_removed_and_stored_again_in_one_step_are_three_events() -> None:
+    events, [key] = routing(), keys(1)
+    for _ in range(2):
+        events.expect(7, key, published())
+        events.stored(7, [key])
+        events.removed(7, [key])
+    events.expect(7, key, published())
+    events.stored(7, [key])
+    kinds = [type(event) for event in events.take()]
+    assert kinds == [BlockStored, BlockRemoved, BlockStored, BlockRemoved, BlockStored]
+    assert list(events.take()) == []
+    assert list(events.take()) == []
+
+
+def test_a_removal_that_comes_with_a_publish_leaves_nothing_announced() -> None:
+    events, [key] = routing(), keys(1)
+    events.expect(7, key, published())
+    events.removed(7, [key])
+    assert list(events.take()) == [], "nobody was told of it"
+    for _ in range(2):  # another request has stored it once more
+        events.expect(7, key, published())
+        events.stored(7, [key])
+    events.removed(7, [key])
+    events.removed(7, [key])
+    stored, removed = events.take()
+    assert isinstance(removed, BlockRemoved)
+    assert (stored.medium, removed.medium) == (MEDIUM_CPU, MEDIUM_CPU)
+    assert (removed.group_idx, removed.locality) == (0, "LOCAL")
+    assert not events._announced[0]
+
+
+def test_an_engine_that_would_idle_goes_on_while_somebody_is_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, [key] = routing(), keys(1)
+    assert not events.awaited
+    events.expect(7, key, published())
+    assert events.awaited
+    events.stored(7, [key])
+    assert not events.awaited
+    events.expect(7, key, published())
+    events.expect_no_more(7, [key])
+    assert not events.awaited
+
+
+# Both halves in the engine
+
+
+def test_before_the_workers_have_reported_nothing_is_found_or_stored(llama_dir: Path, manager: Manager) -> None:
+    with serving(llama_dir, manager) as llm, counting() as counts:
+        half, connector = scheduler_side(llm), scheduler_half(llm)
+        ranks, half._spaces.ranks = half._spaces.ranks, None
+        connector.set_xfer_handshake_metadata({})
+        assert half._spaces.ranks is None, "none has"
+        generate(llm, [prompt(100, 1)])
+        assert counts["blocks_published"] == 0
+        assert llm.reset_prefix_cache()
+        generate(llm, [prompt(100, 1)])
+        assert (counts["tokens_hit"], counts["load_failures"]) == (0, 0)
+        half._spaces.ranks = ranks
+        generate(llm, [prompt(100, 2)])
+        assert counts["blocks_published"] == 3
+
+
+def test_a_worker_takes_no_reports_of_others(llama_dir: Path, manager: Manager) -> None:
+    with serving(llama_dir, manager) as llm:
+        worker = worker_half()
+        report = worker.get_handshake_metadata()
+        assert report is not None
+        worker.set_xfer_handshake_metadata({0: report})
+        assert worker._scheduler is None
+        assert scheduler_half(llm).get_handshake_metadata() is None
+
+
+# Workers
+
+
+class Copying:
+    """Stands for a copy engine: notes what is begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Any, ...]] = []
+
+    def begin_restore(self, arena: Any, parts: Any) -> Job:
+        self.begun.append(("restore", *[(group, list(mine), list(offsets)) for group, mine, offsets in parts]))
+        return Job(1)
+
+    def begin_publish(self, arena: Any, group: int, mine: Sequence[int], offsets: Sequence[int]) -> Job:
+        self.begun.append(("publish", group, list(mine), list(offsets)))
+        return Job(1)
+
+    def advance(self) -> None:
+        pass
+
+
+def worker(groups: int = 1, rank: int = 0, sizes: tuple[int, ...] = (4096,), owner: int | None = None) -> WorkerHalf:
+    half = object.__new__(WorkerHalf)
+    half._rank, half._saved, half._done_step = rank, -1, 0
+    half._cache = SimpleNamespace(kv_cache_groups=[None] * groups)  # type: ignore[assignment]
+    half._groups = (FULL,) * groups
+    owner = rank if owner is None else owner
+    half._report = WorkerReport(rank, 4, 0, owner, b"", b"", sizes, private=False, summary="")
+    half._copies, half._failed_blocks, half.stats = Copies(), set(), KvHoldStats()
+    half._copier = Copying()  # type: ignore[assignment]
+    half._lock = threading.Lock()
+    half._sessions = [SimpleNamespace(arena=SimpleNamespace(incarnation=5))]  # type: ignore[list-item]
+    return half
+
+
+def begun(half: WorkerHalf) -> list[tuple[Any, ...]]:
+    assert isinstance(half._copier, Copying)
+    return half._copier.begun
+
+
+def plan_of(
+    step: int, loads: list[Load], publishes: list[Publish], starts: Any = ((0, 4096, 8192, 12288),)
+) -> StepPlan:
+    return StepPlan(step, 5, loads, publishes, starts)
+
+
+def test_a_step_is_stored_once_however_often_it_is_asked_for_and_also_without_a_forward_pass() -> None:
+    half = worker()
+    connector = object.__new__(KvHoldConnector)
+    connector._worker, connector._scheduler = half, None
+    connector.bind_connector_metadata(plan_of(1, [], [Publish(1, 0, [3], array("Q", [0]))]))
+    connector.wait_for_save()
+    connector.wait_for_save()
+    connector.clear_connector_metadata()
+    assert len(begun(half)) == 1
+    connector.bind_connector_metadata(plan_of(2, [], [Publish(2, 0, [4], array("Q", [0]))]))
+    connector.clear_connector_metadata()  # there was nothing to compute, so nobody said that it is over
+    assert len(begun(half)) == 2
+    connector.clear_connector_metadata()
+    assert len(begun(half)) == 2
+    assert list(half._copies.publishes) == [1, 2]
+
+
+def test_each_rank_copies_its_own_part() -> None:
+    load, publish = Load("r", [(0, [3, 4], array("Q", [0, 65536]))], [3, 4]), Publish(1, 0, [5], array("Q", [131072]))
+    for rank, start in enumerate((0, 4096, 8192, 12288)):
+        half = worker(rank=rank)
+        half.start_loads(plan_of(1, [load], [publish]))
+        half.start_publishes(plan_of(1, [load], [publish]))
+        assert begun(half) == [("restore", (0, [3, 4], [start, 65536 + start])), ("publish", 0, [5], [131072 + start])]
+
+
+def test_a_rank_copies_nothing_of_a_group_that_it_has_no_layers_of() -> None:
+    half = worker(groups=2, sizes=(4096, 0))
+    load = Load("r", [(0, [3], array("Q", [0])), (1, [4], array("Q", [0]))], [3, 4])
+    publishes = [Publish(1, 0, [5], array("Q", [0])), Publish(2, 1, [6], array("Q", [0]))]
+    half.start_loads(plan_of(1, [load], publishes, ((0,), (0,))))
+    half.start_publishes(plan_of(1, [load], publishes, ((0,), (0,))))
+    assert begun(half) == [("restore", (0, [3], [0])), ("publish", 0, [5], [0])]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_failure_is_told_no_later_than_the_end(groups: int) -> None:
+    half = worker(groups, sizes=(4096,) * groups)
+    loads = [
+        Load(name, [(0, mine, array("Q", [0, 0, 0]))], mine) for name, mine in (("a", [3, 4, 5]), ("b", [6, 7, 8]))
+    ]
+    half.start_loads(plan_of(1, loads, [], ((0,),) * groups))
+    assert not half.take_results().finished_recving
+    bad, good = half._copies.loads["a"][1], half._copies.loads["b"][1]
+    bad.done = 1
+    bad.end("injected")
+    results = half.take_results()
+    assert results.finished_recving == {"a"}
+    if groups == 1:
+        assert (results.failed_recving, half.take_failed_blocks()) == (set(), {4, 5})
+    else:
+        assert (results.failed_recving, half.take_failed_blocks()) == ({"a"}, set())
+    good.end()
+    results = half.take_results()
+    assert (results.finished_recving, results.failed_recving, half.take_failed_blocks()) == ({"b"}, set(), set())
+    assert not half.take_results().finished_recving, "told once"
+
+
+def test_a_load_that_cannot_begin_ends_as_a_failed_one() -> None:
+    """Its request waits for the end of it."""
+    half = worker()
+    other = StepPlan(1, 6, [Load("r", [(0, [3], array("Q", [0]))], [3])], [], ((0,),))  # of another manager
+    half.start_loads(other)
+    half.start_loads(plan_of(2, [Load("s", [], [4])], []))
+    assert half.take_results().finished_recving == {"r", "s"}
+    assert half.take_failed_blocks() == {3, 4}
+
+
+def test_copies_of_a_failed_batch_are_told_and_others_go_on() -> None:
+    half = worker()
+    publishes = [Publish(1, 0, [3], array("Q", [0])), Publish(2, 0, [4], array("Q", [0]))]
+    half.start_publishes(plan_of(1, [], publishes))
+    half._copies.publishes[2][1].end("injected")
+    assert half.take_report() == CopyReport({2: {0: -1}})
+    assert half.take_report() is None
+    half._copies.publishes[1][1].end()
+    assert half.take_report() == CopyReport({1: {0: 4096}})
+
+
+def test_reports_of_ranks_become_one() -> None:
+    one = CopyReport({1: {0: 4096}, 2: {0: -1}})
+    two = CopyReport({1: {1: 4096}, 3: {1: 4096}})
+    assert one.aggregate(two) == CopyReport({1: {0: 4096, 1: 4096}, 2: {0: -1}, 3: {1: 4096}})
+    assert one == CopyReport({1: {0: 4096}, 2: {0: -1}}), "neither is changed"
+
+
+def test_counts_of_ranks_and_steps_add_up() -> None:
+    first, second = KvHoldStats(), KvHoldStats()
+    first.add("loads")
+    first.add("load_bytes", 100, rank=0)
+    second.add("loads", 2)
+    second.add("load_bytes", 50, rank=1)
+    taken = first.take()
+    assert taken is not None
+    assert first.is_empty()
+    assert taken.aggregate(second).reduce() == {"loads": 3, "load_bytes/0": 100, "load_bytes/1": 50}
