@@ -17,13 +17,14 @@ from figures import goal, median, spread
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel
-from kvhold.client.control import Control, Geometry
+from kvhold.client.control import Control, Geometry, Ticket
 
 GOALS_MS = {100: 0.2, 1_000: 0.6, 10_000: 4.0}
 GAPS = {"every 1 ms": 0.001, "every 5 ms": 0.005, "after 20 ms idle": 0.02}
 """Between questions; in the longer one processors fall asleep and caches cool."""
 SHARD = 4096
 PENDING = 100
+GROUPS = 4
 
 
 class Engine:
@@ -36,7 +37,9 @@ class Engine:
         self.control = Control(keeper, step_seconds=1.0, answer_seconds=10.0, read_seconds=10.0)
         while not self.control.attachment:
             self.control.new_step()
-        self.control.open(1, Geometry(os.urandom(32), 0, 32, (SHARD,)), 4096)
+        name = os.urandom(32)
+        for group in range(GROUPS):
+            self.control.open(1 + group, Geometry(name, group, 32, (SHARD,)), 4096 if group == 0 else 0)
 
     def store(self, keys: list[bytes]) -> None:
         done = 0
@@ -58,6 +61,26 @@ class Engine:
         seconds = time.perf_counter() - begun
         assert answer is not None, "no answer within a second"
         assert answer.resident == len(keys), (len(keys), answer)
+        self.control.release((ticket,))
+        return seconds
+
+    def ask_groups(self, keys: list[bytes]) -> float:
+        """The same for keys of several groups: where are they, and then those of the first group, all or none.
+
+        Without the engine's own search in between.
+        """
+        self.control.new_step()
+        begun = time.perf_counter()
+        packed = b"".join(keys)
+        looked = self.control.look(tuple((1 + group, packed) for group in range(GROUPS)))
+        tiers = self.control.residency(looked)
+        assert tiers is not None
+        assert tiers[0] == b"\1" * len(keys)
+        ticket = self.control.prepare(looked, ((1, packed),), ())
+        answer = self.control.answer(ticket)
+        seconds = time.perf_counter() - begun
+        assert answer is not None
+        assert len(answer.offsets) == 8 * len(keys)
         self.control.release((ticket,))
         return seconds
 
@@ -90,6 +113,12 @@ def main() -> None:
                         time.sleep(gap)  # the manager marks the chain as used, and takes the release, after its answer
                     verdict = "met" if median(times) <= GOALS_MS[count] else "missed"
                     print(f"lookup of {count:>6} blocks, {name}: {spread(times)} ms; goal {GOALS_MS[count]}, {verdict}")
+            for count, keys in chains.items():
+                times = []
+                for _ in range(60):
+                    times.append(engine.ask_groups(keys) * 1e3)
+                    time.sleep(0.005)
+                print(f"two questions about {count:>6} blocks of each of {GROUPS} groups: {spread(times)} ms")
             idle = [engine.idle_step() * 1e6 for _ in range(2000)]
             print(f"a step of the scheduler half that asks nothing: {spread(idle)} us of CPU time")
             pending = pending_steps(engine, chains[100])
@@ -103,18 +132,22 @@ def main() -> None:
 def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
     """CPU milliseconds of asking again for requests that are answered and wait to be admitted, per step."""
     from kvhold.engines.vllm.lookups import Lookups
+    from kvhold.engines.vllm.questions import ChainQuestion
     from kvhold.engines.vllm.stats import KvHoldStats
 
-    lookups = Lookups(engine.control, KvHoldStats(), 16, True)
+    def ask(former: Ticket | None) -> ChainQuestion:
+        return ChainQuestion(engine.control, 1, 16, 0, 16 * len(keys), keys, former)
+
+    lookups = Lookups(engine.control, KvHoldStats(), patient=True)
     names = [f"request {number}" for number in range(PENDING)]
     times = []
     for step in range(220):
         begun = time.thread_time()
         engine.control.new_step()
-        found = [lookups.find(name, 1, 0, len(keys), keys) for name in names]
+        found = [lookups.find(name, 0, 16 * len(keys), ask) for name in names]
         if step >= 20:
             times.append((time.thread_time() - begun) * 1e3)
-            assert found == [len(keys)] * PENDING
+            assert found == [16 * len(keys)] * PENDING
     lookups.drop_all()
     return times
 
