@@ -328,6 +328,9 @@ def test_tensor_parallel(tmp_path: Path, manager: Manager, heads: int) -> None:
     restored = [child.generate([tokens])[0] for tokens in prompts]
     assert [output["cached"] for output in restored] == [160, 160, 160]
     assert [(o["tokens"], o["logprobs"]) for o in restored] == [(o["tokens"], o["logprobs"]) for o in cold]
+    # One layer's keys and values of 32 tokens and 32 lanes in float32 on each rank, unless both ranks' are the same.
+    sizes = {space["object_bytes"] for space in status(manager.socket)["spaces"]}
+    assert sizes == {8192 * heads}
     assert child.close() == 0
     until(lambda: not status(manager.socket)["instances"], "the sessions ended")
 

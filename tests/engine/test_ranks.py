@@ -2,17 +2,27 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from bed import generate, prompt, scheduler_half
 from kvhold_bed import scheduler_side, serving, worker_side
 from manager_process import Manager
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvhold.engines.vllm.plans import CopyReport, WorkerReport
-from kvhold.engines.vllm.ranks import Shards, agree
+from kvhold.engines.vllm.ranks import Shards, agree, replicas
 
 
-def reports(*sizes: tuple[int, ...], stages: int = 1, replicas: int = 1) -> list[WorkerReport]:
+def reports(*sizes: tuple[int, ...], stages: int = 1, copies: int = 1) -> list[WorkerReport]:
     """One report per rank; ``sizes`` are a rank's bytes per block by group, equal in a stage."""
     world = len(sizes)
     each = world // stages
@@ -21,7 +31,7 @@ def reports(*sizes: tuple[int, ...], stages: int = 1, replicas: int = 1) -> list
             rank,
             world,
             rank // each,
-            rank - rank % each % replicas,
+            rank - rank % each % copies,
             b"same",
             b"stage %d" % (rank // each),
             size,
@@ -39,8 +49,8 @@ def test_each_rank_has_a_part_of_its_own() -> None:
 
 
 def test_replicated_kv_is_stored_once_and_read_by_all() -> None:
-    assert agree(reports(*[(5000,)] * 4, replicas=4)).shards == (Shards({0: 8192}, (0, 0, 0, 0)),)
-    assert agree(reports(*[(5000,)] * 4, replicas=2)).shards == (Shards({0: 8192, 2: 8192}, (0, 0, 8192, 8192)),)
+    assert agree(reports(*[(5000,)] * 4, copies=4)).shards == (Shards({0: 8192}, (0, 0, 0, 0)),)
+    assert agree(reports(*[(5000,)] * 4, copies=2)).shards == (Shards({0: 8192, 2: 8192}, (0, 0, 8192, 8192)),)
 
 
 def test_pipeline_stages_have_layers_of_their_own() -> None:
@@ -49,7 +59,7 @@ def test_pipeline_stages_have_layers_of_their_own() -> None:
     assert ranks.shards[0] == Shards({0: 4096, 1: 4096, 2: 8192, 3: 8192}, (0, 4096, 8192, 16384))
     assert ranks.shards[1].writes == {0: 4096, 1: 4096}
     assert ranks.digests == (b"same", b"stage 0", b"stage 1")
-    replicated = agree(reports(*[(4096,)] * 4, stages=2, replicas=2))
+    replicated = agree(reports(*[(4096,)] * 4, stages=2, copies=2))
     assert replicated.shards == (Shards({0: 4096, 2: 4096}, (0, 0, 4096, 4096)),)
 
 
@@ -65,7 +75,7 @@ def test_disagreement_stops_the_start_and_lists_the_ranks(wrong: dict[str, objec
 
 
 def test_replicas_must_have_equal_parts() -> None:
-    first, second = reports((4096,), (4096,), replicas=2)
+    first, second = reports((4096,), (4096,), copies=2)
     with pytest.raises(ValueError, match="disagree"):
         agree([first, replace(second, shard_bytes=(8192,))])
 
@@ -94,3 +104,46 @@ def test_who_owns_no_part_writes_none_and_is_not_waited_for(llama_dir: Path, man
         writes = [shards.writes for shards in half._spaces.ranks.shards]
         half._publishing.ended(CopyReport({batch: dict(writes[0])}), writes)
         assert not half._publishing.holding
+
+
+def configured(tensor_parallel: int, specs: list[Any], **model: Any) -> tuple[Any, Any]:
+    parallel = SimpleNamespace(tensor_parallel_size=tensor_parallel, decode_context_parallel_size=1)
+    text = SimpleNamespace(to_dict=lambda: {"num_attention_heads": 8, **model})
+    config = SimpleNamespace(
+        parallel_config=parallel, speculative_config=None, model_config=SimpleNamespace(hf_text_config=text)
+    )
+    groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
+    return config, KVCacheConfig(9, [], groups)
+
+
+KV: dict[str, Any] = {"block_size": 16, "head_size": 64, "dtype": torch.float16}
+ONE_HEAD = FullAttentionSpec(num_kv_heads=1, **KV)
+STATE = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "specs", "model", "expected"),
+    [
+        (2, [ONE_HEAD], {"num_key_value_heads": 1}, 2),
+        (8, [ONE_HEAD, SlidingWindowSpec(num_kv_heads=1, sliding_window=64, **KV)], {"num_key_value_heads": 2}, 4),
+        (2, [ONE_HEAD], {"num_key_value_heads": 2}, 1),
+        (2, [FullAttentionSpec(num_kv_heads=4, **KV)], {"num_key_value_heads": 8}, 1),
+        (1, [ONE_HEAD], {"num_key_value_heads": 1}, 1),
+        # a state is split by other rules; layers may differ in their heads; who knows what is not said
+        (2, [ONE_HEAD, STATE], {"num_key_value_heads": 1}, 1),
+        (2, [ONE_HEAD], {"num_key_value_heads": 1, "num_global_key_value_heads": 2}, 1),
+        (2, [ONE_HEAD], {"num_key_value_heads": [1, 2]}, 1),
+        (2, [ONE_HEAD], {}, 1),
+        (4, [ONE_HEAD], {"num_key_value_heads": 3}, 1),
+    ],
+)
+def test_which_ranks_hold_the_same_heads(
+    tensor_parallel: int, specs: list[Any], model: dict[str, Any], expected: int
+) -> None:
+    assert replicas(*configured(tensor_parallel, specs, **model)) == expected
+
+
+def test_what_the_engine_says_of_replicas_counts() -> None:
+    config, cache = configured(4, [ONE_HEAD])
+    cache.kv_tp_replicas = 4
+    assert replicas(config, cache) == 4

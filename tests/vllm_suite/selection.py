@@ -41,6 +41,7 @@ class File:
 _HANDOFF = "hands KV to one named peer; kvhold does not"
 _DELIVERY = "wants a producer to insist on delivery; to kvhold a publish that does not happen is a later miss"
 _UNEQUAL = "for connectors that complete a local hit of unequal depth; kvhold does not say that it does"
+_STAGES = "for connectors that know nothing of pipeline stages"
 _MODE = "Mamba states of the cache mode 'none'"
 
 FILES = {
@@ -63,7 +64,13 @@ FILES = {
     UNIT + "test_hma_auto_config.py": File(
         "registry", without={"test_explicit_hma_with_non_hma_connector_errors_at_factory": "another connector's"}
     ),
-    UNIT + "test_handshake_pp_aggregation.py": File("handshake", only="pp_aware"),
+    UNIT + "test_handshake_pp_aggregation.py": File(
+        "handshake",
+        without={
+            "test_engine_unwraps_handshake_metadata_for_legacy_connector": _STAGES,
+            "test_engine_rejects_pp_producer_for_legacy_connector": _STAGES,
+        },
+    ),
     UNIT + "test_multi_connector.py": File("children", only="hma_support_detection|divergent_local_hybrid_hit"),
     UNIT + "test_nixl_simple_cpu_offload.py": File("second_child"),
     "tests/v1/worker/test_gpu_kv_connector.py": File("runner_v2"),

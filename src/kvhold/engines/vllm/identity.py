@@ -34,9 +34,16 @@ _RANDOM_HASHES = ("xxhash", "xxhash_cbor")
 
 
 def describe(
-    config: "VllmConfig", cache: "KVCacheConfig", groups: Sequence[Group], layouts: Sequence[PagedLayout]
+    config: "VllmConfig",
+    cache: "KVCacheConfig",
+    groups: Sequence[Group],
+    layouts: Sequence[PagedLayout],
+    replicas: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What makes KV incompatible, as plain data: equal on all ranks of an engine; and on those of a pipeline stage."""
+    """What makes KV incompatible, as plain data: equal on all ranks of an engine; and on those of a pipeline stage.
+
+    ``replicas`` ranks in a row hold the same.
+    """
     model, kv, parallel = config.model_config, config.cache_config, config.parallel_config
     layers = config.compilation_config.static_forward_context
     common = {
@@ -61,7 +68,7 @@ def describe(
             parallel.pipeline_parallel_size,
             parallel.decode_context_parallel_size,
             repr(getattr(parallel, "cp_kv_cache_interleave_size", None)),
-            cache.kv_tp_replicas,
+            replicas,
         ],
         "device": [torch.device(layouts[0].device).type, _machine(layouts[0])],
     }
@@ -81,10 +88,15 @@ def describe(
     return common, stage
 
 
+def keeps_drafts(config: "VllmConfig") -> bool:
+    """Whether a model makes guesses that are checked, and has KV of its own."""
+    return config.speculative_config is not None and config.speculative_config.method not in _WITHOUT_KV
+
+
 def _drafter(config: "VllmConfig") -> list[str]:
     """The model whose guesses are checked, where its KV is kept with the target's."""
     speculative = config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_KV:
+    if speculative is None or not keeps_drafts(config):
         return []
     model = speculative.draft_model_config
     if model is None:

@@ -1,10 +1,27 @@
 """What the ranks of one engine hold of an object: who writes which part of it, and where each reads its own."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 
 from kvhold.client.control import padded
+from kvhold.engines.vllm.identity import keeps_drafts
 from kvhold.engines.vllm.plans import WorkerReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_HEADS = re.compile(r"(kv|key_value)\w*heads")
+_SPLIT_BY_HEADS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,29 @@ class Ranks:
     shards: tuple[Shards, ...]
     digests: tuple[bytes, ...]
     private: bool
+
+
+def replicas(config: "VllmConfig", cache: "KVCacheConfig") -> int:
+    """How many consecutive tensor-parallel ranks hold the same KV.
+
+    vLLM says so of MLA. Fewer heads of keys and values than ranks are given to several ranks each, in order, by its
+    ``QKVParallelLinear``; that is relied on only for models whose layers all have the same number of them.
+    """
+    parallel = config.parallel_config
+    if cache.kv_tp_replicas > 1 or parallel.decode_context_parallel_size > 1 or keeps_drafts(config):
+        return max(1, cache.kv_tp_replicas)
+    specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    text = config.model_config.hf_text_config.to_dict()
+    heads = text.get("num_key_value_heads")
+    if (
+        {name for name in text if _HEADS.search(name)} != {"num_key_value_heads"}
+        or not isinstance(heads, int)
+        or not all(type(spec) in _SPLIT_BY_HEADS and spec.num_kv_heads == 1 for spec in specs)
+        or heads < 1
+        or parallel.tensor_parallel_size % heads
+    ):
+        return 1
+    return parallel.tensor_parallel_size // heads
 
 
 def agree(reports: Iterable[WorkerReport]) -> Ranks:

@@ -21,6 +21,7 @@ from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.layout import read_layout
 from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
+from kvhold.engines.vllm.ranks import replicas
 from kvhold.engines.vllm.stats import KvHoldStats
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ class WorkerHalf:
         """Read the layout, and attach. Raises Unsupported for a layout that cannot be served."""
         names = [list(self._cache.kv_cache_groups[group.index].layer_names) for group in self._groups]
         layouts = [read_layout(caches, layers, self._cache.num_blocks) for layers in names]
-        common, stage = identity.describe(self._config, self._cache, self._groups, layouts)
+        same = replicas(self._config, self._cache)
+        common, stage = identity.describe(self._config, self._cache, self._groups, layouts, same)
         self._copier = make_copier(layouts)
         tensor_parallel = self._config.parallel_config.tensor_parallel_size
         rank_in_stage = self._rank % tensor_parallel
@@ -160,7 +162,7 @@ class WorkerHalf:
             self._rank,
             self._world,
             self._rank // tensor_parallel,
-            self._rank - rank_in_stage % max(1, self._cache.kv_tp_replicas),
+            self._rank - rank_in_stage % same,
             identity.digest(common),
             identity.digest(stage),
             sizes,
