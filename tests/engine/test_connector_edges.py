@@ -482,6 +482,35 @@ def test_a_tail_that_cannot_be_right_is_not_stored(handed: tuple[int, int, int],
     assert storing.publishing.take_late() == []
 
 
+def test_what_another_connector_still_loads_is_not_stored() -> None:
+    storing = Storing(FULL)
+    request = storing.request()
+    request.num_computed_tokens = 64  # what is loaded counts as computed from its admission on
+    storing.publishing.finish(request, ([1, 2, 3, 4],))
+    assert storing.publishing.take_late() == []
+
+
+def test_a_session_whose_prompt_grows_stores_each_block_once() -> None:
+    storing = Storing(FULL)
+    request = storing.request(prompt=64)
+    [plan] = storing.step(request, 64, range(1, 5))
+    storing.end(plan.batch, 0, 1)
+    storing.step(request, 1, range(1, 6))
+    request.num_computed_tokens = 64
+    request.num_prompt_tokens, request.block_hashes = 128, keys(8)
+    storing.publishing.admit(request)
+    assert blocks(storing.step(request, 64, range(1, 9))) == [(0, [5, 6, 7, 8])]
+
+
+def test_what_rests_on_another_connectors_failed_load_is_not_stored() -> None:
+    storing = Storing(FULL)
+    [plan] = storing.step(storing.request(), 64, range(1, 5))
+    storing.publishing.distrust()
+    storing.end(plan.batch, 0, 1)
+    assert storing.told == [("back", 0, 4)]
+    assert not storing.publishing.holding
+
+
 def test_blocks_are_let_go_once_from_the_tail_when_all_ranks_are_done() -> None:
     storing = Storing(FULL)
     [plan] = storing.step(storing.request(), 96, range(10, 16))

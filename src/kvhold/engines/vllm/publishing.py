@@ -45,6 +45,7 @@ class Source:
     """
 
     request: "Request"
+    computing: bool = False  # since it was admitted: until then others may have to bring what counts as computed
     attachment: int = 0
     spaces: Sequence[int] = ()
     done: list[int] = field(default_factory=list)
@@ -67,6 +68,7 @@ class Batch:
     blocks: list[int]
     depth: int
     since: float
+    distrusted: bool = False  # computed from what nobody vouches for
     stalled: bool = False  # and reported
     ended: dict[int, int] = field(default_factory=dict)  # bytes per object by rank, of ranks whose copy has ended
 
@@ -99,6 +101,7 @@ class Publishing:
         self._pool: BlockPool | None = None
         self._reach: Reach | None = None
         self._sources: dict[str, Source] = {}
+        self._complete: dict[str, Source] = {}  # their prompts are stored; a session's prompt may still grow
         self._batches: dict[int, Batch] = {}
         self._copied: list[tuple[Batch, Mapping[int, int], float]] = []  # with what was expected, and since when
         self._late: list[Publish] = []  # begun between two steps; the next one carries them
@@ -115,15 +118,19 @@ class Publishing:
         return bool(self._batches) or any(batch.attachment == mine for batch, _, _ in self._copied)
 
     def admit(self, request: "Request") -> None:
-        """``request`` has been given blocks."""
-        self._sources[request.request_id] = Source(request)
+        """``request`` has been given blocks, for the first time or to go on with what it has."""
+        name = request.request_id
+        former = self._complete.pop(name, None) or self._sources.get(name)
+        self._sources[name] = former if former and request.num_computed_tokens > 0 else Source(request)
 
     def forget(self, request: str) -> None:
         self._sources.pop(request, None)
+        self._complete.pop(request, None)
 
     def forget_all(self) -> None:
         """Publish no more blocks that were computed before now."""
         self._sources.clear()
+        self._complete.clear()
 
     # --- in a step ----------------------------------------------------------------------------------------------
 
@@ -138,6 +145,7 @@ class Publishing:
         preempted, finished = output.preempted_req_ids or (), output.finished_req_ids
         for name in [name for name in self._sources if name in scheduled or name in handed]:
             source = self._sources[name]
+            source.computing = source.computing or name in scheduled
             tables = state.get_block_ids(name)
             if tables is None or name in preempted or name in finished or not self._is_known(source):
                 continue
@@ -145,7 +153,7 @@ class Publishing:
             over = self._publish_complete(source, tables, computed, plans)
             self._publish_handed(source, tables, handed.get(name, ()), plans)
             if over and not self._decode and computed > source.request.num_prompt_tokens:
-                del self._sources[name]
+                self._complete[name] = self._sources.pop(name)
 
     def _is_known(self, source: Source) -> bool:
         """Whether it is known where the source's blocks go and which are there; a new session begins anew."""
@@ -316,7 +324,7 @@ class Publishing:
     def finish(self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()) -> None:
         """Publish what the last step of ``request`` completed; its blocks are still its own."""
         source = self._sources.get(request.request_id)
-        if source is None or self._reach is None or not self._is_known(source):
+        if source is None or self._reach is None or not source.computing or not self._is_known(source):
             return
         # The last token was sampled, and nothing was computed from it.
         settled = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
@@ -328,6 +336,11 @@ class Publishing:
                     source.done[at] = 0
         self._publish_complete(source, tables, settled, self._late, resumed_at)
         self._publish_handed(source, tables, (each for each in handed if each[2] <= settled), self._late)
+
+    def distrust(self) -> None:
+        """What this step has computed may rest on blocks that were not filled: keep none of it."""
+        for batch in self._batches.values():
+            batch.distrusted = True
 
     # --- at a copy's end ----------------------------------------------------------------------------------------
 
@@ -358,7 +371,7 @@ class Publishing:
                 self._copied.append((batch, wanted, since))
                 continue
             whole = all(batch.ended[rank] == size for rank, size in wanted.items())
-            if sure and whole and batch.space in self._control.credit:
+            if sure and whole and not batch.distrusted and batch.space in self._control.credit:
                 shards = tuple(wanted.values())
                 self._control.commit(batch.space, batch.parent, batch.depth, batch.keys, batch.slots, shards)
             else:

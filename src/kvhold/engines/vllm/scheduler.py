@@ -362,8 +362,12 @@ class SchedulerHalf:
         """Workers have ended restores and publishes."""
         ended: list[Ticket] = []
         if output.invalid_block_ids:  # the ranks of one restore may end, and fail, in different steps
+            others = set(output.invalid_block_ids)
             for each in self._restores.values():
                 each.failed = each.failed or not each.blocks.isdisjoint(output.invalid_block_ids)
+                others -= each.blocks
+            if others:  # another connector's, beside which this one runs; what was computed from them is worth nothing
+                self._publishing.distrust()
         for name in output.finished_recving or ():
             restore = self._restores.pop(name, None)
             if restore is None:
