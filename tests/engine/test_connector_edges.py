@@ -1,6 +1,7 @@
 """Edges of the connector that an engine reaches rarely: each of its parts alone, with stand-ins for the rest."""
 
 import threading
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -292,7 +293,13 @@ class Storing:
         reach = object.__new__(Reach)
         reach.groups, reach.by_index = groups, {group.index: at for at, group in enumerate(groups)}
         reach.hash_tokens, reach._caching = 16, False
-        reach._managers = [SimpleNamespace(use_eagle=False)] * len(groups)
+        # which blocks the engine would find itself: all that it hands over, but for those of a pass that is over
+        self.outdated: set[int] = set()
+        cached = SimpleNamespace(contain=lambda _, block: block not in self.outdated)
+        engine_pool = SimpleNamespace(cached_block_hash_to_block=cached)
+        self.checkpoints: dict[str, tuple[int, int]] = {}
+        manager = SimpleNamespace(use_eagle=False, block_pool=engine_pool, _checkpoints=self.checkpoints)
+        reach._managers = [manager] * len(groups)
         reach._coordinator = SimpleNamespace(num_reprefillable_tokens=0)  # type: ignore[assignment]
         self.publishing.bind(pool, reach)
         self.expected = [{0: 4096, 1: 4096}] * len(groups)
@@ -438,6 +445,27 @@ def test_a_state_that_cannot_be_right_is_not_stored(handed: tuple[int, int, int]
     request = storing.request()
     storing.step(request, 96, range(1, 7), [0] * 6)
     assert storing.step(request, 1, range(1, 8), [0] * 6, handed=[handed]) == []
+
+
+def test_a_state_in_the_middle_of_a_step_is_stored_only_if_the_step_saves_one_there() -> None:
+    """vLLM 0.32 offers the block of a state as one of later tokens, where prompts part inside of a block."""
+    storing = Storing(FULL, STATES)
+    request = storing.request()
+    storing.step(request, 32, range(1, 3), [0, 61])
+    assert blocks(storing.step(request, 48, range(1, 6), [0, 61, 0, 62, 63], handed=[(1, 62, 64)])) == [(0, [3, 4, 5])]
+    storing = Storing(FULL, STATES)
+    request = storing.request()
+    storing.checkpoints["r"] = (64, 3)
+    plans = storing.step(request, 80, range(1, 6), [0, 0, 0, 62, 63], handed=[(1, 62, 64)])
+    assert blocks(plans) == [(0, [1, 2, 3, 4, 5]), (1, [62])]
+
+
+def test_a_state_whose_block_is_another_requests_by_now_is_not_stored() -> None:
+    storing = Storing(FULL, STATES)
+    request = storing.request()
+    storing.step(request, 48, range(1, 4), [0, 0, 62])
+    storing.outdated.add(62)
+    assert storing.step(request, 1, range(1, 5), [0, 0, 62, 63], handed=[(1, 62, 48)]) == []
 
 
 def test_a_state_of_a_request_that_ends_or_is_preempted_or_unknown_is_not_stored() -> None:
@@ -648,6 +676,19 @@ def test_an_engine_that_would_idle_goes_on_while_somebody_is_to_be_told(monkeypa
     assert not events.awaited
 
 
+def test_an_idle_engine_does_not_go_on_for_a_manager_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, [key] = routing(), keys(1)
+    now = time.monotonic()
+    monkeypatch.setattr("kvhold.engines.vllm.events.time.monotonic", lambda: now)
+    events.expect(7, key, published())
+    events.stored(7, [key])
+    events._control.look = lambda parts: Ticket(1, 1, 1, now)  # type: ignore[method-assign]
+    events.opened((8,))  # the next session is asked what is left of it
+    assert events.awaited
+    now += 2
+    assert not events.awaited
+
+
 # Both halves in the engine
 
 
@@ -726,7 +767,7 @@ def plan_of(
 def test_a_step_is_stored_once_however_often_it_is_asked_for_and_also_without_a_forward_pass() -> None:
     half = worker()
     connector = object.__new__(KvHoldConnector)
-    connector._worker, connector._scheduler = half, None
+    connector._worker, connector._scheduler, connector._connector_metadata = half, None, None
     connector.bind_connector_metadata(plan_of(1, [], [Publish(1, 0, [3], array("Q", [0]))]))
     connector.wait_for_save()
     connector.wait_for_save()
@@ -738,6 +779,16 @@ def test_a_step_is_stored_once_however_often_it_is_asked_for_and_also_without_a_
     connector.clear_connector_metadata()
     assert len(begun(half)) == 2
     assert list(half._copies.publishes) == [1, 2]
+
+
+def test_a_stage_that_never_comes_to_its_saves_makes_them_with_the_next_step() -> None:
+    """vLLM's first model runner leaves them out on all but the last pipeline stage of an engine that speculates."""
+    half = worker()
+    connector = object.__new__(KvHoldConnector)
+    connector._worker, connector._scheduler, connector._connector_metadata = half, None, None
+    connector.bind_connector_metadata(plan_of(1, [], [Publish(1, 0, [3], array("Q", [0]))]))
+    connector.bind_connector_metadata(plan_of(2, [], []))
+    assert list(half._copies.publishes) == [1]
 
 
 def test_each_rank_copies_its_own_part() -> None:

@@ -110,3 +110,35 @@ def test_a_hit_that_the_engine_trims_is_planned_anew(
             assert generate(llm, [TOKENS]) == expected
             assert (counts["loads"], counts["load_failures"]) == (1, failures)
             check_nothing_held(llm, free, manager.socket)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_restore_that_cannot_begin_concerns_no_other_request(
+    llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """The blocks of its own that it shares with requests that run are not among those that failed."""
+    from kvhold.client.control import Control
+
+    shared = prompt(96, 1)
+    failing, other = shared + prompt(200, 2), shared + prompt(60, 3)
+    expected = reference(llama_dir, [failing, other], [4, 40])
+    with serving(llama_dir, manager, policy=policy) as llm, counting() as counts:
+        generate(llm, [failing], 4)
+        settle(llm)
+        assert llm.reset_prefix_cache()
+        name = add(llm, "other", other, 40)
+        for _ in range(10):
+            step(llm)
+        computed = scheduler(llm).requests[name].num_computed_tokens
+        start = Control.start
+        monkeypatch.setattr(Control, "start", lambda control, ticket: start(control, ticket) and False)
+        add(llm, "failing", failing, 4)
+        done = {output.request_id: output for output in step(llm)}
+        while not counts["load_failures"]:
+            done |= {output.request_id: output for output in step(llm)}
+        assert scheduler(llm).requests[name].num_computed_tokens > computed
+        done |= drain(llm)
+        assert done["other"] == expected[1]
+        assert done["failing"].finish_reason == ("error" if policy == "fail" else "length")
+        if policy == "recompute":
+            assert done["failing"] == expected[0]

@@ -12,6 +12,8 @@ from kvhold import protocol as wire
 from kvhold.client.wait import wait_for
 from kvhold.host import peer
 
+_MOST_MESSAGES = 256
+"""Taken in by one call, so that a manager with much to say does not keep an engine from its step; the rest waits."""
 OUTBOX_LIMIT = 16 << 20
 """Bytes that may wait for a manager that does not read; beyond it the session is given up."""
 
@@ -95,7 +97,7 @@ class Channel:
         """Messages that are here, or come within ``wait`` seconds; sets :attr:`lost` at the session's end."""
         messages, self._inbox = self._inbox, []
         end = time.monotonic() + wait
-        while not self.lost:
+        while not self.lost and len(messages) < _MOST_MESSAGES:
             self.flush()
             try:
                 size = self.socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)

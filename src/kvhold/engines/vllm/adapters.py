@@ -4,7 +4,8 @@ Workers read an adapter's files when a request with it is first scheduled, or wh
 whenever they had dropped it or are told to load it anew. None of that is said to the connector. But files that were
 last changed before the engine could have loaded anything are what was loaded, whenever that was; so an adapter is known
 as long as its files are older than the engine, and unknown, for the engine's life or until it is re-keyed, once they
-are not. Age is the time of the last change of the inode, which neither copying nor renaming can set back.
+are not. Age is the time of the last change of the inode, which neither copying nor renaming can set back. A folder
+further up that is put in place of another one is noticed only if it happens after the first look.
 
 Files are looked at by a thread of its own, because a file server may take seconds to answer: the scheduler asks for a
 look that begins after a request was seen, and what was computed counts only after a look that began later still.
@@ -209,7 +210,7 @@ class Adapters:
             begun = self._busy = time.monotonic()
             try:
                 stamp = _stamp(Path(known.path))
-                known.changed = known.changed or (known.digest is not None and stamp != known.stamp)
+                known.changed = known.changed or (bool(known.stamp) and stamp != known.stamp)
                 if stamp != known.stamp or known.digest is None:
                     digest = _content(Path(known.path))
                     again = _stamp(Path(known.path))
@@ -233,9 +234,14 @@ def _content(folder: Path) -> bytes | None:
 
 
 def _stamp(folder: Path) -> Stamp:
-    """When the folder, what is in it and each link on the way was last changed. Raises OSError for what is missing."""
+    """When the folder, what is in it and each link on the way was last changed. Raises OSError for what is missing.
+
+    Folders above count by which they are: others come and go in them all the time.
+    """
     found = [_entry(link) for link in (folder, *folder.parents) if link.is_symlink()]
-    found.append(_entry(folder.resolve(strict=True)))
+    real = folder.resolve(strict=True)
+    found.append(_entry(real))
+    found += [(str(above), above.stat().st_ino, 0, 0) for above in real.parents]
     for path in sorted(folder.iterdir()):
         found.append(_entry(path))
         if path.is_symlink():

@@ -119,6 +119,11 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.report if self._worker is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        if self.has_connector_metadata():
+            self.wait_for_save()  # an earlier pipeline stage of a speculating engine does not come to it by itself
+        super().bind_connector_metadata(connector_metadata)
+
     @_guarded(_nothing)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         if self._worker is not None and isinstance(self._connector_metadata, StepPlan):

@@ -87,7 +87,8 @@ class CacheEvents:
         if not self._control.attachment or self._control.silent:
             return False
         newest = next(reversed(self._under_way.values()), None)
-        return bool(self._asked) or (newest is not None and time.monotonic() - newest.since < _PATIENCE)
+        awaited = [ticket.since for ticket, _ in self._asked] + ([newest.since] if newest is not None else [])
+        return bool(awaited) and time.monotonic() - max(awaited) < _PATIENCE
 
     def stored(self, space: int, keys: Sequence[bytes]) -> None:
         at = self._group_of.get(space)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, get_kv_cache_coordinator
 
-from kvhold.engines.vllm.groups import Group
+from kvhold.engines.vllm.groups import Group, Unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +56,11 @@ class HitSearch:
         self, config: "VllmConfig", cache: "KVCacheConfig", manager: "KVCacheManager", groups: tuple[Group, ...]
     ) -> None:
         theirs = manager.coordinator
+        if len(groups) == 1 and manager.block_pool.hash_block_size != groups[0].block_tokens:
+            raise Unsupported(
+                f"kvhold: prefix_match_unit={manager.block_pool.hash_block_size} cannot be used with this model's only "
+                f"cacheable KV-cache group, whose blocks have {groups[0].block_tokens} tokens; leave it out"
+            )
         self.groups = groups
         self.hash_tokens: int = manager.block_pool.hash_block_size
         self.scheduler_tokens: int = theirs.scheduler_block_size

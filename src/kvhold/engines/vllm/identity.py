@@ -28,6 +28,16 @@ LAYOUT_VERSION = 2
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 _FIXED_POSITIONS = {"default", "linear", "llama3", "yarn", "mrope"}
 """Rope types that depend on the model's configuration alone."""
+_OF_MEDIA = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""Options that decide what an image or a video becomes, of which its hash in a block's key says nothing."""
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that guess without a model."""
 _RANDOM_HASHES = ("xxhash", "xxhash_cbor")
@@ -55,7 +65,7 @@ def describe(
         "quantization": [repr(model.quantization), repr(model.quantization_config)],
         "hf_overrides": repr(model.hf_overrides),
         "implementation": [repr(model.model_impl), repr(model.model_class_overrides), repr(model.code_revision)],
-        "processor": repr(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
+        "processor": [repr(getattr(model.multimodal_config, name, None)) for name in _OF_MEDIA],
         "positions": _positions(model),
         "drafter": _drafter(config),
         "kv_layout": repr(cache.kv_cache_layout),

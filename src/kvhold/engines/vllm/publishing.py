@@ -151,7 +151,7 @@ class Publishing:
                 continue
             computed = source.request.num_computed_tokens + scheduled.get(name, 0)
             over = self._publish_complete(source, tables, computed, plans)
-            self._publish_handed(source, tables, handed.get(name, ()), plans)
+            self._publish_handed(source, tables, handed.get(name, ()), computed, plans)
             if over and not self._decode and computed > source.request.num_prompt_tokens:
                 self._complete[name] = self._sources.pop(name)
 
@@ -257,14 +257,21 @@ class Publishing:
         return start
 
     def _publish_handed(
-        self, source: Source, tables: Sequence[Sequence[int]], handed: Iterable[Handed], plans: list[Publish]
+        self,
+        source: Source,
+        tables: Sequence[Sequence[int]],
+        handed: Iterable[Handed],
+        computed: int,
+        plans: list[Publish],
     ) -> None:
         """Publish states, and where one stands inside of a block of another group, that block as far as it goes."""
         reach, limit = self._reach, self._limit(source.request)
         assert reach is not None
         for index, block, tokens in handed:
             at = reach.by_index.get(index)
-            if at is None or block == 0 or not 0 < tokens <= limit or tokens % reach.hash_tokens:
+            if at is None or block == 0 or not 0 < tokens <= min(limit, computed) or tokens % reach.hash_tokens:
+                continue
+            if not reach.is_state(at, source.request, block, tokens, computed):
                 continue
             self._publish_state(source, at, block, tokens, plans)
             for other, group in enumerate(reach.groups):
@@ -335,7 +342,7 @@ class Publishing:
                 if not group.whole and not group.handed:
                     source.done[at] = 0
         self._publish_complete(source, tables, settled, self._late, resumed_at)
-        self._publish_handed(source, tables, (each for each in handed if each[2] <= settled), self._late)
+        self._publish_handed(source, tables, handed, settled, self._late)
 
     def distrust(self) -> None:
         """What this step has computed may rest on blocks that were not filled: keep none of it."""

@@ -187,8 +187,12 @@ class GroupsQuestion:
         return True
 
     def _key_of(self, group: int, block: int) -> bytes:
+        """The key under which a block of the hit is there: its own, or that of as much of it as the hit needs."""
         assert self._wanted is not None
-        return self._key(min((block + 1) * self._search.groups[group].block_tokens, self._wanted.tokens))
+        end = (block + 1) * self._search.groups[group].block_tokens
+        if end > self._wanted.tokens and end in self.stored[group]:
+            return self._key(end)
+        return self._key(min(end, self._wanted.tokens))
 
     def _name_the_shortest(self) -> None:
         """Which group ended the hit? For the metrics, and for ``kvhold explain``."""

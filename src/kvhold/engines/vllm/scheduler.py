@@ -190,7 +190,8 @@ class SchedulerHalf:
         search, spaces = self._search, self._ready()
         if self._outdated:
             self._fresh.discard(name)
-            if computed == 0:
+            # A hit inside of a block is told as one that ends before it.
+            if computed == 0 and search is not None and not search.partial:
                 self._fresh.add(name)
         if search is None:
             return 0, False
@@ -281,7 +282,9 @@ class SchedulerHalf:
             # so that the request is recomputed. Without one it would wait for ever.
             if external > 0:
                 if load is None:
-                    load = Load(name, [], [block for table in tables for block in table if block])
+                    # Without those of its own that others share: they are not what was to be restored.
+                    mine = [block for table in blocks.get_unhashed_block_ids_all_groups() for block in table]
+                    load = Load(name, [], mine)
                     self._restores[name] = Restore(None, 0, frozenset(load.blocks))
                 self._loads.append(load)
 
