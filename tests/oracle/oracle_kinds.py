@@ -11,7 +11,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 
@@ -30,6 +32,7 @@ class Kind:
     method: str = ""  # of speculative decoding
     drafts: int = 0
     policy: str = "fcfs"
+    side: KVCacheSpec | None = None  # of every other layer of a group, as a sparse attention's indexer has
     decode: bool = False  # save_decode_cache
     partial: bool = False  # whether hits may end inside of a block
 
@@ -39,6 +42,9 @@ class Kind:
             names = [f"model.{number}.{layer}" for layer in range(self.layers)]
             if number in self.eagle:
                 names[-1] = f"draft.{number}"
+            if self.side is not None:
+                specs = {name: self.side if at % 2 else spec for at, name in enumerate(names)}
+                spec = UniformTypeKVCacheSpecs(block_size=spec.block_size, kv_cache_specs=specs)
             groups.append(KVCacheGroupSpec(names, spec, is_eagle_group=number in self.eagle))
         return groups
 
@@ -63,8 +69,14 @@ def chunked(chunk: int, block: int = 16) -> ChunkedLocalAttentionSpec:
     )
 
 
-def mla(block: int = 16) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
+def mla(block: int = 16, size: int = 24) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=size, dtype=torch.bfloat16)
+
+
+def sliding_mla(window: int, block: int = 16) -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(
+        block_size=block, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=window
+    )
 
 
 def mamba(block: int = 16, page: int = 1024, **more: int) -> MambaSpec:
@@ -105,6 +117,9 @@ KINDS = {
         Kind("two_windows", [sliding(17), sliding(70), full()], layout="BLHNC"),
         Kind("llama4", [chunked(64), chunked(64), full()], layers=1),
         Kind("mla_tp2", [mla()], ranks=2),
+        Kind("mla_indexer_tp2", [mla()], side=mla(size=8), layers=4, ranks=2),
+        Kind("sliding_mla_tp2", [sliding_mla(40), mla()], ranks=2),
+        Kind("mamba_mla", [mamba(page=768), mla()]),
         Kind("mamba", [mamba(), full()]),
         Kind("mamba_decode", [mamba(), full()], decode=True),
         Kind("mamba_tp2", [mamba(page=1024), full()], ranks=2),

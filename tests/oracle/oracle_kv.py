@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -232,7 +233,11 @@ def allocate(config: KVCacheConfig, layout: KVCacheLayout, rank: int, world: int
     """A worker's memory. MLA keeps the same on all ranks."""
     size = max(tensor.size for tensor in config.kv_cache_tensors)
     raw = torch.zeros(size, dtype=torch.int8)
-    specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
+    specs = {}
+    for group in config.kv_cache_groups:
+        each = group.kv_cache_spec
+        for name in group.layer_names:
+            specs[name] = each.kv_cache_specs[name] if isinstance(each, UniformTypeKVCacheSpecs) else each
     views: dict[str, torch.Tensor] = {}
     found: dict[str, Layer] = {}
     for place in config.kv_cache_tensors:

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_ch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_block_hash,
     get_group_id,
     get_kv_cache_config_from_groups,
@@ -195,7 +196,8 @@ class OracleEngine:
         self.finished: dict[str, Live] = {}
         self._known: dict[bytes, tuple[Any, int]] = {}  # block hash -> digests, tokens
         config = self._configure(base, socket)
-        self.cache = self._cache_config(config)
+        theirs = self._cache_config(config)
+        self.cache = generate_scheduler_kv_cache_config([theirs])  # in which a group has one spec for all of its layers
         layout = config.cache_config.get_resolved_kv_cache_layout()
         register_all_kvcache_specs(config)
         self.workers: list[Any] = []
@@ -209,10 +211,10 @@ class OracleEngine:
                     mine = copy(config)
                     mine.parallel_config = copy(config.parallel_config)
                     mine.parallel_config.rank = rank
-                    memory = allocate(self.cache, layout, rank, kind.ranks, drafts)
+                    memory = allocate(theirs, layout, rank, kind.ranks, drafts)
                     self.memories.append(memory)
                     if socket is not None:
-                        worker = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, self.cache)
+                        worker = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, theirs)
                         self.workers.append(worker)
                         worker.register_kv_caches(memory.tensors)
             scheduler_block, hash_block = resolve_kv_cache_block_sizes(self.cache, config)
