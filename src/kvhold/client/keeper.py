@@ -75,6 +75,9 @@ class Keeper:
         self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
         if self._embedded is not None:
             self._embedded.close()
 

@@ -187,12 +187,16 @@ class GroupsQuestion:
         return True
 
     def _key_of(self, group: int, block: int) -> bytes:
-        """The key under which a block of the hit is there: its own, or that of as much of it as the hit needs."""
+        """The key under which a block of the hit is there: its own, or that of as much of it as the hit needs.
+
+        A whole block of attention has all that a part of it has. A state is that of its own boundary alone.
+        """
         assert self._wanted is not None
-        end = (block + 1) * self._search.groups[group].block_tokens
-        if end > self._wanted.tokens and end in self.stored[group]:
-            return self._key(end)
-        return self._key(min(end, self._wanted.tokens))
+        kind = self._search.groups[group]
+        end = (block + 1) * kind.block_tokens
+        if end > self._wanted.tokens and (kind.handed or end not in self.stored[group]):
+            end = self._wanted.tokens
+        return self._key(end)
 
     def _name_the_shortest(self) -> None:
         """Which group ended the hit? For the metrics, and for ``kvhold explain``."""
