@@ -48,6 +48,7 @@ class Keeper:
 
     def __init__(self, half: Half, paths: list[Path], embedded: Embedded | None, reads: bool) -> None:
         self.channel: Channel | None = None
+        self._last: Channel | None = None  # it keeps the arena's memory, until it is closed
         self._half = half
         self._paths = paths
         self._embedded = embedded
@@ -75,9 +76,11 @@ class Keeper:
         self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
-        if not self._thread.is_alive():
+        if not self._thread.is_alive():  # and the caller is done: neither uses anything of it any more
             os.close(self._wake_read)
             os.close(self._wake_write)
+            if self._last is not None:
+                self._last.close()
         if self._embedded is not None:
             self._embedded.close()
 
@@ -108,7 +111,7 @@ class Keeper:
                 continue
             log.info("kvhold: attached to the manager on %s", channel.path)
             attempt, said = 0, ""
-            self.channel = channel
+            self.channel = self._last = channel
             self._first.set()
             try:
                 self._watch(channel)
