@@ -76,9 +76,10 @@ class Keeper:
         self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
-        if not self._thread.is_alive():  # and the caller is done: neither uses anything of it any more
+        if not self._thread.is_alive() and self._wake_write >= 0:  # and the caller is done: nobody uses them any more
             os.close(self._wake_read)
             os.close(self._wake_write)
+            self._wake_read = self._wake_write = -1
             if self._last is not None:
                 self._last.close()
         if self._embedded is not None:
@@ -86,6 +87,8 @@ class Keeper:
 
     def wake(self) -> None:
         """Have :meth:`Half.tick` called soon."""
+        if self._wake_write < 0:
+            return
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
