@@ -51,7 +51,7 @@ class CacheEvents:
         self._group_of: dict[int, int] = {}  # by space
         self._under_way: dict[tuple[int, bytes], Published] = {}  # by space and key; no more than there are credits
         self._announced: list[dict[bytes, None]] = [{} for _ in groups]  # no more than the manager has objects
-        self._asked: list[tuple[Ticket, list[tuple[int, list[bytes]]]]] = []
+        self._asked: list[tuple[Ticket, int, list[bytes]]] = []  # with group and keys
         self._heard: set[tuple[int, bytes]] = set()  # stored since that was asked
         self._events: list[KVCacheEvent] = []
         control.watcher = self
@@ -67,7 +67,7 @@ class CacheEvents:
             for start in range(0, len(keys), MAX_KEYS):
                 part = keys[start : start + MAX_KEYS]
                 ticket = self._control.look(((space, b"".join(part)),))
-                self._asked.append((ticket, [(self._group_of[space], part)]))
+                self._asked.append((ticket, self._group_of[space], part))
 
     def expect(self, space: int, key: bytes, published: Published) -> None:
         """This key will be stored. A space that is not announced is an adapter's, which may be closed any time."""
@@ -87,7 +87,7 @@ class CacheEvents:
         if not self._control.attachment or self._control.silent:
             return False
         newest = next(reversed(self._under_way.values()), None)
-        awaited = [ticket.since for ticket, _ in self._asked] + ([newest.since] if newest is not None else [])
+        awaited = [ticket.since for ticket, _, _ in self._asked] + ([newest.since] if newest is not None else [])
         return bool(awaited) and time.monotonic() - max(awaited) < _PATIENCE
 
     def stored(self, space: int, keys: Sequence[bytes]) -> None:
@@ -121,14 +121,14 @@ class CacheEvents:
         long_ago = time.monotonic() - _FORGET
         while self._under_way and next(iter(self._under_way.values())).since < long_ago:
             del self._under_way[next(iter(self._under_way))]
-        for ticket, parts in list(self._asked):
+        for ticket, at, keys in list(self._asked):
             tiers = self._control.residency(ticket, patient=False)
             if tiers is not None:
-                self._asked.remove((ticket, parts))
+                self._asked.remove((ticket, at, keys))
                 self._control.release((ticket,))
-                for (at, keys), here in zip(parts, tiers, strict=True):
-                    gone = [key for key, tier in zip(keys, here, strict=False) if not tier]
-                    self._withdraw(at, [key for key in gone if (at, key) not in self._heard])
+                [here] = tiers
+                gone = [key for key, tier in zip(keys, here, strict=False) if not tier]
+                self._withdraw(at, [key for key in gone if (at, key) not in self._heard])
         if not self._asked:
             self._heard.clear()
         events, self._events = self._events, []

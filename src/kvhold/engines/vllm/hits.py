@@ -63,7 +63,6 @@ class HitSearch:
             )
         self.groups = groups
         self.hash_tokens: int = manager.block_pool.hash_block_size
-        self.scheduler_tokens: int = theirs.scheduler_block_size
         self._coordinator = get_kv_cache_coordinator(
             kv_cache_config=replace(
                 cache, num_blocks=1, kv_cache_groups=[cache.kv_cache_groups[group.index] for group in groups]
@@ -75,7 +74,7 @@ class HitSearch:
             enable_kv_cache_events=False,
             dcp_world_size=config.parallel_config.decode_context_parallel_size,
             pcp_world_size=1,
-            scheduler_block_size=self.scheduler_tokens,
+            scheduler_block_size=theirs.scheduler_block_size,
             hash_block_size=self.hash_tokens,
             num_prefill_lookahead=config.num_prefill_lookahead_tokens,
             allow_partial_hash_hits=theirs.enable_partial_hash_hits,
@@ -84,7 +83,7 @@ class HitSearch:
         self._coordinator.block_pool = self._pool
         for single in self._coordinator.single_type_managers:
             single.block_pool = self._pool
-        self.unit = self.hash_tokens if self._coordinator.enable_partial_hash_hits else self.scheduler_tokens
+        self.unit: int = self.hash_tokens if self.partial else theirs.scheduler_block_size
         """Hits end at multiples of so many tokens."""
 
     @property

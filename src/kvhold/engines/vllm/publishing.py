@@ -103,6 +103,7 @@ class Publishing:
         self._sources: dict[str, Source] = {}
         self._complete: dict[str, Source] = {}  # their prompts are stored; a session's prompt may still grow
         self._batches: dict[int, Batch] = {}
+        self._held = 0  # blocks of all batches
         self._copied: list[tuple[Batch, Mapping[int, int], float]] = []  # with what was expected, and since when
         self._late: list[Publish] = []  # begun between two steps; the next one carries them
         self._under_way: set[tuple[int, bytes]] = set()  # (space, key)
@@ -230,7 +231,7 @@ class Publishing:
         plans: list[Publish],
     ) -> int:
         """Publish what is worth it of a group's blocks [start, end), run by run; up to where that is done."""
-        reach, space, hashes = self._reach, source.spaces[at], source.request.block_hashes
+        reach, space, request = self._reach, source.spaces[at], source.request
         assert reach is not None
         origin, tokens = start, reach.groups[at].block_tokens
 
@@ -239,7 +240,7 @@ class Publishing:
                 table[block] != 0
                 and (useful is None or useful[block - origin])
                 and not source.has(at, (block + 1) * tokens)
-                and (space, bytes(hashes[reach.hash_of(at, block)])) not in self._under_way
+                and (space, reach.key(request, (block + 1) * tokens)) not in self._under_way
             )
 
         while start < end:
@@ -249,7 +250,7 @@ class Publishing:
             stop = start + 1
             while stop < end and wanted(stop):
                 stop += 1
-            keys = [bytes(hashes[reach.hash_of(at, block)]) for block in range(start, stop)]
+            keys = [reach.key(request, (block + 1) * tokens) for block in range(start, stop)]
             taken = self._begin(source, at, (start + 1) * tokens, keys, list(table[start:stop]), plans)
             start += taken
             if start < stop:
@@ -284,7 +285,7 @@ class Publishing:
         """Publish a block under the hash of its first ``tokens``."""
         reach = self._reach
         assert reach is not None
-        key = bytes(source.request.block_hashes[tokens // reach.hash_tokens - 1])
+        key = reach.key(source.request, tokens)
         if (source.spaces[at], key) not in self._under_way and not source.has(at, tokens):
             self._begin(source, at, tokens, [key], [block], plans)
 
@@ -299,7 +300,7 @@ class Publishing:
         assert pool is not None
         assert reach is not None
         credit = self._control.credit.get(space)
-        room = pool.num_gpu_blocks // HOLD_SHARE - sum(len(batch.blocks) for batch in self._batches.values())
+        room = pool.num_gpu_blocks // HOLD_SHARE - self._held
         count = min(wanted, len(credit) if credit is not None else 0)
         self._stats.add("blocks_without_credit", wanted - count, group=at)
         if count > room:
@@ -308,16 +309,17 @@ class Publishing:
         if count == 0 or credit is None:
             return 0
         blocks, keys = blocks[:count], keys[:count]
-        depth = (end - 1) // reach.groups[at].block_tokens
-        parent = bytes(source.request.block_hashes[reach.hash_of(at, depth - 1)]) if depth else b""
+        tokens = reach.groups[at].block_tokens
+        depth = (end - 1) // tokens
+        parent = reach.key(source.request, depth * tokens) if depth else b""
         attachment, now = self._control.attachment, time.monotonic()
         batch = Batch(space, at, attachment, parent, keys, credit.take(count), blocks, depth, now)
         pool.touch([pool.blocks[block] for block in blocks])
         self._batches[self._next_batch] = batch
+        self._held += count
         self._under_way.update((space, key) for key in keys)
         plans.append(Publish(self._next_batch, at, blocks, array("Q", batch.slots.offsets)))
         if self._events is not None:
-            tokens = reach.groups[at].block_tokens
             for number, key in enumerate(keys):
                 start = (depth + number) * tokens
                 before = keys[number - 1] if number else parent
@@ -388,6 +390,7 @@ class Publishing:
 
     def _let_go(self, number: int) -> None:
         batch = self._batches.pop(number)
+        self._held -= len(batch.blocks)
         self._under_way.difference_update((batch.space, key) for key in batch.keys)
         if self._pool is not None:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(batch.blocks)])

@@ -5,10 +5,10 @@ matched. All others look first (which keys are there?), let the engine's own rul
 (:mod:`hits`), and then have exactly the blocks of that hit prepared: all or none.
 """
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.vllm.hits import Hit, HitSearch
@@ -27,31 +27,33 @@ class Part:
     offsets: "array[int]"
 
 
-class Question(Protocol):
+class Question(ABC):
     """One request's question about ``local`` up to ``limit`` tokens, in the session it was asked in.
 
     Once :meth:`progress` has said True, ``hit`` is how many tokens beyond ``local`` can be restored, from ``parts``,
-    which are leased under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it,
-    ``junction`` as in :class:`Hit`. ``stored[g]`` has
-    the ends, in tokens, of what the manager had of the g-th group.
+    which are leased under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it, ``junction`` as in
+    :class:`Hit`. ``stored[g]`` has the ends, in tokens, of what the manager had of the g-th group.
     """
 
-    ticket: Ticket
-    hit: int
-    parts: list[Part]
-    reason: str
-    cut: int | None
-    junction: int
-    stored: Sequence[Collection[int]]
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.hit = 0
+        self.parts: list[Part] = []
+        self.reason = "not_stored"
+        self.cut: int | None = None
+        self.junction = 0
+        self.stored: Sequence[Collection[int]] = ()
 
+    @abstractmethod
     def progress(self, patient: bool) -> bool:
         """Whether the question is answered; waits for it, if ``patient``, within the step's budget."""
 
+    @abstractmethod
     def part(self, tokens: int) -> list[Part] | None:
         """What of ``parts`` restores the first ``tokens`` of the hit and no more; None if it takes something else."""
 
 
-class ChainQuestion:
+class ChainQuestion(Question):
     """How far can this chain be restored?"""
 
     def __init__(
@@ -68,13 +70,7 @@ class ChainQuestion:
         self._block_tokens = block_tokens
         self._first = local // block_tokens
         keys = b"".join(hashes[: limit // block_tokens])
-        self.ticket = control.ask(space, self._first, keys, former)
-        self.hit = 0
-        self.parts: list[Part] = []
-        self.reason = ""
-        self.cut: int | None = None
-        self.junction = 0
-        self.stored: Sequence[Collection[int]] = ()
+        super().__init__(control.ask(space, self._first, keys, former))
 
     def progress(self, patient: bool) -> bool:
         answer = self._control.answer(self.ticket, patient)
@@ -86,7 +82,7 @@ class ChainQuestion:
         self.stored = (range(size, answer.resident * size + 1, size),)
         self.hit = len(offsets) * self._block_tokens
         self.parts = [Part(0, range(self._first, self._first + len(offsets)), offsets)] if offsets else []
-        self.reason = answer.reason or "not_stored"
+        self.reason = answer.reason or self.reason
         self.cut = 0
         return True
 
@@ -97,7 +93,7 @@ class ChainQuestion:
         return [Part(0, self.parts[0].blocks[:blocks], self.parts[0].offsets[:blocks])]
 
 
-class GroupsQuestion:
+class GroupsQuestion(Question):
     """Where can this prompt be resumed, over several groups or one that needs only some of its blocks?"""
 
     def __init__(
@@ -122,13 +118,7 @@ class GroupsQuestion:
         self._found: list[frozenset[bytes]] = []
         self._attempts = 0
         self._wanted: Hit | None = None
-        self.ticket = self._look(None)
-        self.hit = 0
-        self.parts: list[Part] = []
-        self.reason = "not_stored"
-        self.cut: int | None = None
-        self.junction = 0
-        self.stored: Sequence[Collection[int]] = ()
+        super().__init__(self._look(None))
 
     def _key(self, tokens: int) -> bytes:
         return self._hashes[tokens // self._search.hash_tokens - 1]

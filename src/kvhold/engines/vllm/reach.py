@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_coordinator import replay_boundaries
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kvhold.engines.vllm.groups import Group
 
@@ -25,9 +25,9 @@ class Reach:
         self._managers = [coordinator.single_type_managers[group.index] for group in groups]
         self._caching = manager.enable_caching
 
-    def hash_of(self, at: int, block: int) -> int:
-        """Which of a request's hashes is the key of the n-th ``block`` of a group."""
-        return (block + 1) * self.groups[at].block_tokens // self.hash_tokens - 1
+    def key(self, request: "Request", tokens: int) -> bytes:
+        """The key of the block, whole or not, or of the state that ends after ``tokens`` of a request."""
+        return bytes(request.block_hashes[tokens // self.hash_tokens - 1])
 
     def is_state(self, at: int, request: "Request", block: int, tokens: int, computed: int) -> bool:
         """Whether a block that the engine handed over holds the state after ``tokens``, once this step has run.
@@ -36,12 +36,12 @@ class Reach:
         one. An offer of anything in between is wrong; vLLM 0.32 makes such where prompts part inside of a block. And
         the block must still be the one that the engine itself would find: an offer may be of an earlier pass.
         """
-        manager, key = self._managers[at], request.block_hashes[tokens // self.hash_tokens - 1]
+        manager = self._managers[at]
         checkpoint = getattr(manager, "_checkpoints", {}).get(request.request_id)
         if request.num_computed_tokens < tokens < computed and (checkpoint is None or checkpoint[0] != tokens):
             return False
-        pool, name = manager.block_pool, make_block_hash_with_group_id(key, self.groups[at].index)
-        return bool(pool.cached_block_hash_to_block.contain(name, block))
+        name = make_block_hash_with_group_id(BlockHash(self.key(request, tokens)), self.groups[at].index)
+        return bool(manager.block_pool.cached_block_hash_to_block.contain(name, block))
 
     def blocks_to_begin(self, tokens: int) -> int:
         """At least as many blocks as the engine wants for a prompt of ``tokens`` without any hit."""

@@ -98,6 +98,7 @@ class SchedulerHalf:
         self._search: HitSearch | None = None
         self._reach: Reach | None = None
         self._pool_blocks = 0  # as long as it is not known
+        self._most_blocks = 0  # of them, for one restore
         self._outdated = False  # what the engine has in its own cache
         self._fresh: set[str] = set()  # requests that use none of that; kept only if it is
         self._drafts = config.num_speculative_tokens + config.num_lookahead_tokens
@@ -159,6 +160,8 @@ class SchedulerHalf:
         self._reach = Reach(manager, self._groups)
         self._publishing.bind(manager.block_pool, self._reach)
         self._pool_blocks = manager.block_pool.num_gpu_blocks - 1
+        sizes = [group.block_tokens for group in self._groups if not group.handed]
+        self._most_blocks = most_blocks(self._pool_blocks, sizes, self._drafts)
 
     @property
     def _chain(self) -> bool:
@@ -197,8 +200,7 @@ class SchedulerHalf:
             return 0, False
         known = min(len(request.block_hashes), MAX_KEYS // len(self._groups)) * search.hash_tokens
         limit = min(request.num_tokens - 1, known)
-        sizes = [group.block_tokens for group in self._groups if not group.handed]
-        limit = reachable(self._groups, limit, search.unit, most_blocks(self._pool_blocks, sizes, self._drafts))
+        limit = reachable(self._groups, limit, search.unit, self._most_blocks)
         local = min(computed, limit)
         if not self._restores_wanted or request.skip_reading_prefix_cache:
             local = limit  # nothing to restore, but what is there must not be published again
