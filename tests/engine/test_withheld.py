@@ -31,10 +31,11 @@ def test_a_restore_that_could_block_is_withheld_and_then_allowed(llama_dir: Path
 
 
 def test_a_restore_leaves_room_for_a_decoding_step(llama_dir: Path, manager: Manager) -> None:
-    with serving(llama_dir, manager) as llm:
-        half = scheduler_side(llm)
+    """Of the pool's thirteen blocks; the prompt fills twelve, and a step with its drafts takes two."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 40, "prompt_lookup_max": 3}
+    small = {"max_model_len": 416, "num_gpu_blocks_override": 14}
+    with serving(llama_dir, manager, speculative_config=drafts, **small) as llm:
         computed = generate(llm, PROMPT)
         assert llm.reset_prefix_cache()
-        half._pool_blocks, half._drafts = 12, 40  # the prompt's twelve whole blocks; a step takes two
         restored = generate(llm, PROMPT)
-        assert (restored, restored[0].cached) == (computed, 320)
+        assert (restored, restored[0].cached) == (computed, 352)
