@@ -13,9 +13,10 @@ from kvhold.copy.host import HostCopier
 
 
 class Chaos:
-    """Random faults in the copies: held back, failing, or neither."""
+    """Random faults in the copies of this process: held back, failing, or neither."""
 
-    def __init__(self, rng: random.Random, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rng: random.Random, patch: pytest.MonkeyPatch | None = None) -> None:
+        patch = patch or pytest.MonkeyPatch()
         self._rng = rng
         self._open = True
         self.fail_restores = self.fail_publishes = 0.0

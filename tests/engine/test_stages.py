@@ -1,0 +1,114 @@
+"""Engines with pipeline stages: each stage keeps its own layers' part of every object."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed import free_blocks, generate, prompt, reference, running, settle
+from families import FAMILIES, Bench, Family, differing, weights
+from fuzz import Chaos, drive, requests
+from kvhold_bed import (
+    attached,
+    check_identity,
+    check_nothing_held,
+    connect,
+    counting,
+    serving,
+    status,
+    until,
+    warm_up,
+)
+from manager_process import Manager
+from staged_worker import CHAOS
+
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "worker_cls": "staged_worker.StagedWorker"}
+PROMPTS = [prompt(170, 80 + seed) for seed in range(4)]
+LAYERS: dict[str, Sequence[str]] = {  # vLLM wants each kind of layer on each stage
+    "gemma3": ["sliding_attention", "full_attention"] * 2,
+    "qwen3_next": [*["linear_attention"] * 3, "full_attention"] * 2,
+}
+DAILY = ["gemma3", "qwen3_next"]
+STAGED = [family for family in FAMILIES if family.name in (*LAYERS, "gpt_oss", "llama4", "falcon_h1", "deepseek_v2")]
+
+
+@pytest.fixture(autouse=True)
+def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=() if each.name in DAILY else pytest.mark.long) for each in STAGED],
+    ids=lambda family: family.name,
+)
+def test_stages_restore_what_they_computed(family: Family, tmp_path: Path, manager: Manager) -> None:
+    """The truth is the same model without stages."""
+    layers = LAYERS.get(family.name)
+    if layers:
+        config = {"num_hidden_layers": len(layers), "layer_types": layers}
+        family = replace(family, config=family.config | config)
+    kept = 170 // family.unit * family.unit
+    with weights(), counting() as counts:
+        bench = Bench(family, tmp_path, manager)
+        truth = bench.truth(PROMPTS)
+        bench.close()
+        with serving(family.write(tmp_path), manager, credits=4, **family.options, **STAGES) as llm:
+            free = free_blocks(llm)
+            for cached in (0, kept, kept):
+                outputs = generate(llm, PROMPTS)
+                assert not differing(outputs, truth, family.any_noise)
+                assert [output.cached for output in outputs] == [cached] * len(PROMPTS)
+                settle(llm)
+                assert llm.reset_prefix_cache()
+            check_nothing_held(llm, free, manager.socket)
+        check_identity(counts)
+    until(lambda: not status(manager.socket)["instances"], "the sessions ended")
+
+
+@pytest.mark.long
+def test_stages_of_several_ranks(tmp_path: Path, manager: Manager) -> None:
+    config = {"num_hidden_layers": 4, "layer_types": LAYERS["gemma3"]}
+    folder = replace(FAMILIES[1], config=config).write(tmp_path)
+    with serving(folder, manager, credits=4, tensor_parallel_size=2, **STAGES) as llm:
+        free = free_blocks(llm)
+        sessions = status(manager.socket)["sessions"]
+        assert sorted(each["rank"] for each in sessions if each["role"] == "worker") == [0, 1, 2, 3]
+        cold = [generate(llm, [tokens])[0] for tokens in PROMPTS]
+        settle(llm)
+        assert llm.reset_prefix_cache()
+        restored = [generate(llm, [tokens])[0] for tokens in PROMPTS]
+        assert restored == cold
+        assert [output.cached for output in restored] == [160] * len(PROMPTS)
+        check_nothing_held(llm, free, manager.socket)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])
+def test_at_random(
+    llama_dir: Path, manager: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The fuzz with two steps in flight, and copies that fail or end on one stage but not on the other."""
+    rng = random.Random(seed)
+    prompts, limits = requests(rng, 40, 4, 400, 60, 30)
+    expected = reference(llama_dir, prompts, limits, max_model_len=512)
+    chaos = tmp_path / "chaos"
+    chaos.touch()
+    monkeypatch.setenv(CHAOS, str(chaos))
+    monkeypatch.setattr(Chaos, "end", lambda self: chaos.unlink(missing_ok=True))
+    settings = connect(manager, answer_deadline_ms=200, save_decode_cache=seed % 2 == 0)
+    options = {"max_num_batched_tokens": 96, "max_num_seqs": 6, "max_model_len": 512}
+    with (
+        running(llama_dir, connector=settings, num_gpu_blocks_override=24 + seed, **options, **STAGES) as llm,
+        counting() as counts,
+    ):
+        warm_up(llm)
+        free = free_blocks(llm)
+        done, _ = drive(llm, manager, monkeypatch, rng, prompts, limits, seed % 2 == 0)
+        assert not {i: output for i, output in done.items() if output != expected[i]}
+        until(lambda: attached(llm), "attached at the end")
+        check_nothing_held(llm, free, manager.socket)
+        check_identity(counts)
+    until(lambda: not status(manager.socket)["instances"], "the sessions ended")
