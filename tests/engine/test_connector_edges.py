@@ -624,7 +624,7 @@ def routing() -> CacheEvents:
     control: Any = SimpleNamespace(attachment=1, silent=False)
     cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention(16))])
     events = CacheEvents(control, cache, (FULL,))
-    events.opened((7,))
+    events.begun((7,))
     return events
 
 
@@ -661,7 +661,7 @@ def test_a_removal_that_comes_with_a_publish_leaves_nothing_announced() -> None:
     assert isinstance(removed, BlockRemoved)
     assert (stored.medium, removed.medium) == (MEDIUM_CPU, MEDIUM_CPU)
     assert (removed.group_idx, removed.locality) == (0, "LOCAL")
-    assert not events._announced[0]
+    assert not events._announced[7]
 
 
 def test_an_engine_that_would_idle_goes_on_while_somebody_is_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,7 +683,7 @@ def test_an_idle_engine_does_not_go_on_for_a_manager_that_says_nothing(monkeypat
     events.expect(7, key, published())
     events.stored(7, [key])
     events._control.look = lambda parts: Ticket(1, 1, 1, now)  # type: ignore[method-assign]
-    events.opened((8,))  # the next session is asked what is left of it
+    events.begun((8,))  # the next session is asked what is left of it
     assert events.awaited
     now += 2
     assert not events.awaited

@@ -10,10 +10,15 @@ from bed import LLM, drain, generate, prompt, scheduler, settle, step
 from families import FAMILIES, weights
 from kvhold_bed import attached, scheduler_side, serving, until
 from manager_process import Manager
+from test_identity import LORA, ask, ready, write_adapter
+from test_identity import tokens as as_inputs
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+import kvhold.engines.vllm.adapters as adapters_module
+import kvhold.engines.vllm.spaces as spaces_module
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 
@@ -86,6 +91,18 @@ def told(llm: LLM) -> None:
     settle(llm)
 
 
+def withdrawn(llm: LLM, router: Router) -> bool:
+    generate(llm, [prompt(3, 999)], 1)  # an engine hears of it in its next step
+    return not router.blocks
+
+
+def purge(manager: Manager) -> None:
+    channel = Channel(manager.socket, wire.Hello("admin"), 20)
+    channel.send(wire.Purge())
+    until(lambda: any(isinstance(m, wire.Purged) for m in channel.receive(1)), "the purge is over")
+    channel.close()
+
+
 def test_what_is_announced_is_what_is_stored(
     llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,9 +121,7 @@ def test_what_is_announced_is_what_is_stored(
         assert len(router.blocks) == 6 + 3
 
 
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f.name in ("gemma3", "granite_partial")], ids=lambda f: f.name
-)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in GROUPED], ids=lambda family: family.name)
 def test_every_group_is_announced(
     tmp_path: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch, family: Any
 ) -> None:
@@ -139,16 +154,8 @@ def test_a_purge_and_a_reset_clear(llama_dir: Path, manager: Manager, monkeypatc
         generate(llm, [prompt(200, 1)])
         told(llm)
         assert len(router.blocks) == 6
-        channel = Channel(manager.socket, wire.Hello("admin"), 20)
-        channel.send(wire.Purge())
-        until(lambda: any(isinstance(m, wire.Purged) for m in channel.receive(1)), "the purge is over")
-        channel.close()
-
-        def withdrawn() -> bool:
-            generate(llm, [prompt(3, 999)], 1)  # an engine hears of it in its next step
-            return not router.blocks
-
-        until(withdrawn, "the router is told")
+        purge(manager)
+        until(lambda: withdrawn(llm, router), "the router is told")
         generate(llm, [prompt(200, 2)])
         told(llm)
         assert len(router.blocks) == 6
@@ -182,14 +189,84 @@ def test_after_a_gap_what_is_gone_is_withdrawn(
         assert prompt(200, 3)[:32] == list(next(iter(router.blocks.values())))
 
 
-def test_what_others_published_is_not_announced(
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.name in ("mistral", *GROUPED)], ids=lambda family: family.name
+)
+def test_what_others_stored_is_announced_once_it_is_restored(
+    tmp_path: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch, family: Any
+) -> None:
+    """For example what this engine's predecessor has stored: of a block one must know the tokens to announce it."""
+    tokens = prompt(201, 1)
+    with weights():
+        folder = family.write(tmp_path)
+        with routed(folder, manager, monkeypatch, **family.options) as (llm, router):
+            generate(llm, [tokens])
+            told(llm)
+            stored = router.blocks
+        with routed(folder, manager, monkeypatch, **family.options) as (llm, router):
+            for _ in range(2):
+                assert generate(llm, [tokens])[0].cached > 0
+                told(llm)
+                assert llm.reset_prefix_cache()
+            assert router.blocks
+            assert set(router.blocks.items()) <= set(stored.items())
+            purge(manager)
+            until(lambda: withdrawn(llm, router), "the router is told")
+
+
+def test_what_goes_while_it_is_restored_is_not_announced(
     llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine announces what it published itself: only of that it knows the tokens when it is stored."""
     with serving(llama_dir, manager) as llm:
         generate(llm, [prompt(200, 1)])
         settle(llm)
     with routed(llama_dir, manager, monkeypatch) as (llm, router):
-        assert generate(llm, [prompt(200, 1)])[0].cached == 192
+        events = scheduler_side(llm).events
+        assert events is not None
+        restored = events.restored
+
+        def purged(*args: Any) -> None:
+            restored(*args)
+            purge(manager)
+
+        monkeypatch.setattr(events, "restored", purged)
+        generate(llm, [prompt(200, 1)])
         told(llm)
+        generate(llm, [prompt(3, 999)], 1)
         assert not router.blocks
+
+
+def test_adapters_are_announced_as_long_as_they_are_spoken_of(
+    llama_dir: Path, tmp_path: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spaces_module, "_MOST_ADAPTERS", 1)
+    one, other = (LoRARequest(f"a{at}", at, str(write_adapter(tmp_path / f"a{at}", at))) for at in (1, 2))
+    monkeypatch.setattr(adapters_module, "CLOCK_SECONDS", 0.0)
+    with routed(llama_dir, manager, monkeypatch, **LORA) as (llm, router):
+
+        def ask_for(adapter: LoRARequest) -> int:
+            [output] = ask(llm, as_inputs([prompt(200, 1)]), adapter)
+            told(llm)
+            assert llm.reset_prefix_cache()
+            return output.cached
+
+        def lora_names() -> set[Any]:
+            return {event.lora_name for event in router.events if isinstance(event, BlockStored)}
+
+        ready(llm, one)
+        told(llm)
+        before = len(router.blocks)
+        assert ask_for(one) == 0
+        assert len(router.blocks) == before + 6
+        assert lora_names() == {"a1"}
+        ready(llm, other)
+        told(llm)
+        assert lora_names() == {"a1", "a2"}
+        assert len(router.blocks) == 1, "nobody speaks of the first any more"
+        assert ask_for(one) == 192
+        assert sorted(router.blocks.values()) == sorted(tuple(prompt(200, 1)[at : at + 32]) for at in range(0, 192, 32))
+        purge(manager)
+        until(lambda: withdrawn(llm, router), "the router is told")
+        generate(llm, [prompt(200, 1)])
+        told(llm)
+        assert lora_names() == {"a1", "a2", None}

@@ -1,12 +1,14 @@
 """vLLM's KV-cache events for routers: what this engine could restore, told in the order in which it happened.
 
-A block is announced when the manager says that it can be found, which is after every rank's part of it was stored, and
-withdrawn when the manager says that it no longer can, whoever stored it and for whatever reason. Nothing is polled. A
-lost session is a gap: the next one is asked once what of the announced is still there.
+A block is announced when the manager says that it can be found, which is after every rank's part of it was stored,
+and withdrawn when the manager says that it no longer can, whoever stored it and for whatever reason. Nothing is polled.
+What others have stored is announced when this engine restores it: then it knows the tokens, and asks once whether it is
+still there. A lost session is a gap: the next one is asked once what of the announced is left. Of an adapter that is no
+longer spoken of nothing is heard, so what was announced of it is withdrawn.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.vllm.groups import Group
+from kvhold.engines.vllm.questions import Part
 from kvhold.protocol import MAX_KEYS
 
 if TYPE_CHECKING:
@@ -26,19 +29,32 @@ _PATIENCE = 1.0
 """Seconds that an engine goes on stepping for the manager's word on what was published."""
 _FORGET = 60.0
 """Seconds after which no word will come: the manager did not keep it."""
+_MOST_ASKED = 64
+"""Restores whose blocks are asked about at once; those of more are announced when they are restored again."""
 LOCAL = "LOCAL"
 """Where blocks are, seen from the publisher: on its host, in DRAM or on SSD."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A block on its way: tokens ``start`` to ``end`` of a request."""
+    """A block that was stored or may be: tokens ``start`` to ``end`` of a request."""
 
     request: "Request"
     parent: bytes
     start: int
     end: int
     since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A question about ``keys`` of a space: what is gone is withdrawn, what is there of ``found`` is announced."""
+
+    ticket: Ticket
+    space: int
+    keys: Sequence[bytes]
+    found: dict[bytes, Published] = field(default_factory=dict)
+    changed: set[bytes] = field(default_factory=set)  # since it was asked; of these the manager has said more
 
 
 class CacheEvents:
@@ -48,38 +64,103 @@ class CacheEvents:
         self._control = control
         self._cache = cache
         self._groups = groups
-        self._group_of: dict[int, int] = {}  # by space
+        self._plain: Sequence[int] = ()
+        self._group_of: dict[int, int] = {}  # by space that is watched
+        self._announced: dict[int, dict[bytes, None]] = {}  # by space; no more than the manager has objects
         self._under_way: dict[tuple[int, bytes], Published] = {}  # by space and key; no more than there are credits
-        self._announced: list[dict[bytes, None]] = [{} for _ in groups]  # no more than the manager has objects
-        self._asked: list[tuple[Ticket, int, list[bytes]]] = []  # with group and keys
-        self._heard: set[tuple[int, bytes]] = set()  # stored since that was asked
+        self._asked: list[Asked] = []
         self._events: list[KVCacheEvent] = []
         control.watcher = self
 
-    def opened(self, spaces: Sequence[int]) -> None:
-        """A session has begun: ``spaces``, by group, are watched from now on."""
-        self._group_of = {space: at for at, space in enumerate(spaces)}
+    # --- spaces -------------------------------------------------------------------------------------------------
+
+    def begun(self, spaces: Sequence[int]) -> None:
+        """A session has begun: ``spaces``, by group, are those without an adapter; no other is open yet."""
         self._under_way.clear()
         self._asked.clear()
-        self._heard.clear()
-        for space, announced in zip(spaces, self._announced, strict=True):
+        former = [self._announced.pop(space, {}) for space in self._plain] or [{} for _ in spaces]
+        for space in list(self._announced):
+            self._withdraw(space, list(self._announced[space]))
+        self._announced.clear()
+        self._group_of.clear()
+        self._plain = spaces
+        self.opened(spaces)
+        for space, announced in zip(spaces, former, strict=True):
+            self._announced[space] = announced
             keys = list(announced)
             for start in range(0, len(keys), MAX_KEYS):
-                part = keys[start : start + MAX_KEYS]
-                ticket = self._control.look(((space, b"".join(part)),))
-                self._asked.append((ticket, self._group_of[space], part))
+                self._ask(space, keys[start : start + MAX_KEYS])
+
+    def opened(self, spaces: Sequence[int]) -> None:
+        """``spaces``, by group, are watched from now on."""
+        for at, space in enumerate(spaces):
+            self._group_of[space] = at
+            self._announced[space] = {}
+
+    def closed(self, spaces: Sequence[int]) -> None:
+        """Nothing more will be heard of ``spaces``."""
+        for space in spaces:
+            if space in self._group_of:
+                self._withdraw(space, list(self._announced[space]))
+                del self._group_of[space], self._announced[space]
+        for each in [each for each in self._asked if each.space in spaces]:
+            self._end(each)
+        for name in [name for name in self._under_way if name[0] in spaces]:
+            del self._under_way[name]
+
+    def cleared(self) -> None:
+        """This engine was re-keyed: it finds nothing any more."""
+        for each in list(self._asked):
+            self._end(each)
+        self._under_way.clear()
+        self._group_of.clear()
+        self._announced.clear()
+        self._plain = ()
+        self._events.append(AllBlocksCleared())
+
+    # --- what this engine does ----------------------------------------------------------------------------------
 
     def expect(self, space: int, key: bytes, published: Published) -> None:
-        """This key will be stored. A space that is not announced is an adapter's, which may be closed any time."""
-        if space not in self._group_of:
-            return
-        self._under_way.pop((space, key), None)
-        self._under_way[space, key] = published
+        """This key will be stored."""
+        if space in self._group_of:
+            self._under_way.pop((space, key), None)
+            self._under_way[space, key] = published
 
     def expect_no_more(self, space: int, keys: Sequence[bytes]) -> None:
         """These will not."""
         for key in keys:
             self._under_way.pop((space, key), None)
+
+    def restored(
+        self,
+        request: "Request",
+        spaces: Sequence[int],
+        parts: Sequence[Part],
+        tokens: int,
+        key: Callable[["Request", int], bytes],
+    ) -> None:
+        """``parts`` are being restored, of a hit that ends after ``tokens``; ``key`` is that of so many tokens."""
+        for part in parts:
+            space, size = spaces[part.group], self._groups[part.group].block_tokens
+            if space not in self._group_of or len(self._asked) >= _MOST_ASKED:
+                continue
+            found: dict[bytes, Published] = {}
+            for block in part.blocks:
+                start, end = block * size, min((block + 1) * size, tokens)
+                if end % size == 0 or self._groups[part.group].handed:
+                    name, parent = key(request, end), key(request, start) if start else b""
+                    if name not in self._announced[space]:
+                        found[name] = Published(request, parent, start, end)
+            if found:
+                self._ask(space, list(found), found)
+
+    def _ask(self, space: int, keys: Sequence[bytes], found: dict[bytes, Published] | None = None) -> None:
+        ticket = self._control.look(((space, b"".join(keys)),))
+        self._asked.append(Asked(ticket, space, keys, found or {}))
+
+    def _end(self, asked: Asked) -> None:
+        self._asked.remove(asked)
+        self._control.release((asked.ticket,))
 
     @property
     def awaited(self) -> bool:
@@ -87,59 +168,62 @@ class CacheEvents:
         if not self._control.attachment or self._control.silent:
             return False
         newest = next(reversed(self._under_way.values()), None)
-        awaited = [ticket.since for ticket, _, _ in self._asked] + ([newest.since] if newest is not None else [])
+        awaited = [each.ticket.since for each in self._asked] + ([newest.since] if newest is not None else [])
         return bool(awaited) and time.monotonic() - max(awaited) < _PATIENCE
 
+    # --- what the manager says ----------------------------------------------------------------------------------
+
     def stored(self, space: int, keys: Sequence[bytes]) -> None:
-        at = self._group_of.get(space)
-        if at is None:
+        if space not in self._group_of:
             return
-        if self._asked:
-            self._heard.update((at, key) for key in keys)
+        self._hear(space, keys)
         for key in keys:
             published = self._under_way.pop((space, key), None)
-            if published is not None and key not in self._announced[at]:
-                self._announced[at][key] = None
-                self._append(at, key, published)
+            if published is not None:
+                self._announce(space, key, published)
 
     def removed(self, space: int, keys: Sequence[bytes]) -> None:
-        at = self._group_of.get(space)
-        if at is not None:
-            self._withdraw(at, keys)
+        if space in self._group_of:
+            self._hear(space, keys)
+            self._withdraw(space, keys)
 
-    def cleared(self) -> None:
-        """This engine was re-keyed: it finds nothing any more."""
-        self._under_way.clear()
-        self._asked.clear()
-        self._group_of.clear()
-        for announced in self._announced:
-            announced.clear()
-        self._events.append(AllBlocksCleared())
+    def _hear(self, space: int, keys: Sequence[bytes]) -> None:
+        for each in self._asked:
+            if each.space == space:
+                each.changed.update(keys)
 
     def take(self) -> Iterator[KVCacheEvent]:
         """Events since the last call."""
         long_ago = time.monotonic() - _FORGET
         while self._under_way and next(iter(self._under_way.values())).since < long_ago:
             del self._under_way[next(iter(self._under_way))]
-        for ticket, at, keys in list(self._asked):
-            tiers = self._control.residency(ticket, patient=False)
+        for each in list(self._asked):
+            tiers = self._control.residency(each.ticket, patient=False)
             if tiers is not None:
-                self._asked.remove((ticket, at, keys))
-                self._control.release((ticket,))
+                self._end(each)
                 [here] = tiers
-                gone = [key for key, tier in zip(keys, here, strict=False) if not tier]
-                self._withdraw(at, [key for key in gone if (at, key) not in self._heard])
-        if not self._asked:
-            self._heard.clear()
+                told = [(key, tier) for key, tier in zip(each.keys, here, strict=False) if key not in each.changed]
+                self._withdraw(each.space, [key for key, tier in told if not tier])
+                for key, tier in told:
+                    if tier and key in each.found:
+                        self._announce(each.space, key, each.found[key])
         events, self._events = self._events, []
         yield from events
 
-    def _withdraw(self, at: int, keys: Sequence[bytes]) -> None:
-        gone = [key for key in keys if self._announced[at].pop(key, self) is None]
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def _withdraw(self, space: int, keys: Sequence[bytes]) -> None:
+        announced = self._announced[space]
+        gone = [key for key in keys if announced.pop(key, self) is None]
         if gone:
             hashes = [maybe_convert_block_hash(key) for key in gone]
-            index = self._groups[at].index
+            index = self._groups[self._group_of[space]].index
             self._events.append(BlockRemoved(hashes, MEDIUM_CPU, group_idx=index, locality=LOCAL))
+
+    def _announce(self, space: int, key: bytes, published: Published) -> None:
+        if key not in self._announced[space]:
+            self._announced[space][key] = None
+            self._append(self._group_of[space], key, published)
 
     def _append(self, at: int, key: bytes, published: Published) -> None:
         """Announce a block, together with the one before it if that is its parent."""

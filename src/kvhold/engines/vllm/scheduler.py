@@ -76,15 +76,21 @@ class SchedulerHalf:
             settings.answer_deadline_ms / 1e3,
             settings.read_deadline_ms / 1e3,
         )
-        self._spaces = Spaces(
-            self.control, config, self._groups, self._adapters, settings.epoch or "", self._publishes_wanted
-        )
-        self._patient = parallel.data_parallel_size == 1  # a deferred request keeps idle data-parallel ranks busy
-        self._lookups = Lookups(self.control, self.stats, self._patient)
         told = config.kv_events_config
         self.events = None
         if told is not None and told.enable_kv_cache_events:
             self.events = CacheEvents(self.control, cache, self._groups)
+        self._spaces = Spaces(
+            self.control,
+            config,
+            self._groups,
+            self._adapters,
+            settings.epoch or "",
+            self._publishes_wanted,
+            self.events,
+        )
+        self._patient = parallel.data_parallel_size == 1  # a deferred request keeps idle data-parallel ranks busy
+        self._lookups = Lookups(self.control, self.stats, self._patient)
         self._publishing = Publishing(
             self.control,
             self.stats,
@@ -108,7 +114,6 @@ class SchedulerHalf:
         self._together = len(self._groups) > 1 or not self._groups[0].whole
         self._waiting: dict[str, Waiting] = {}  # given blocks and not computing yet; kept only where that is asked
         self._withheld: set[str] = set()
-        self._told_of: tuple[int, ...] = ()  # the spaces that events are about
         self._loads: list[Load] = []
         self._restores: dict[str, Restore] = {}
         self._failed: set[str] = set()
@@ -173,11 +178,7 @@ class SchedulerHalf:
         if not self._in_step:
             self._in_step = True  # before the session is looked at: see hello()
             self.control.new_step()
-        spaces = self._spaces.plain
-        if self.events is not None and spaces is not None and spaces != self._told_of:
-            self._told_of = spaces
-            self.events.opened(spaces)
-        return spaces
+        return self._spaces.plain
 
     def _spaces_of(self, request: "Request") -> tuple[int, ...] | None:
         """Where what is computed for ``request`` may be published; None as long as that is nowhere."""
@@ -278,7 +279,7 @@ class SchedulerHalf:
             if external <= 0:
                 self._lookups.settle(name)
             else:
-                load = self._begin_restore(name, tables, external)
+                load = self._begin_restore(request, tables, external)
         finally:
             # What was promised and cannot be had any more is a load all the same: one that workers report as failed,
             # so that the request is recomputed. Without one it would wait for ever.
@@ -290,7 +291,8 @@ class SchedulerHalf:
                     self._restores[name] = Restore(None, 0, frozenset(load.blocks))
                 self._loads.append(load)
 
-    def _begin_restore(self, name: str, tables: Sequence[list[int]], external: int) -> Load | None:
+    def _begin_restore(self, request: "Request", tables: Sequence[list[int]], external: int) -> Load | None:
+        name = request.request_id
         taken = self._lookups.take(name, external)
         if taken is None:
             return None
@@ -305,6 +307,9 @@ class SchedulerHalf:
         ]
         blocks = [block for _, mine, _ in copies for block in mine]
         self._restores[name] = Restore(ticket, self.control.attachment, frozenset(blocks))
+        spaces = self._spaces.of(request.lora_request)
+        if self.events is not None and self._reach is not None and spaces is not None:
+            self.events.restored(request, spaces, parts, local + external, self._reach.key)
         return Load(name, copies, blocks)
 
     def _covers(self, parts: Sequence[Part], tables: Sequence[list[int]], local: int, end: int) -> bool:
@@ -400,6 +405,8 @@ class SchedulerHalf:
         """Re-key this engine: it finds nothing of what was stored before, and publishes nothing computed before."""
         self._lookups.drop_all()
         self._publishing.forget_all()
+        if self.events is not None:
+            self.events.cleared()
         self._spaces.rekey(os.urandom(16))
         self._adapters.rekeyed()
         # Blocks that are in use keep the engine's own cache alive, and what is computed on top of that is no better.
@@ -413,8 +420,6 @@ class SchedulerHalf:
                 "kvhold: the engine could not clear its own prefix cache because requests are using it; what it still "
                 "finds there is not stored until a reset_prefix_cache(reset_connector=True) succeeds"
             )
-        if self.events is not None:
-            self.events.cleared()
 
     def take_stats(self) -> KvHoldStats | None:
         """Counts since the last call."""

@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 
 from kvhold.client.control import Control, Geometry
 from kvhold.engines.vllm.adapters import Adapters
+from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import Group
 from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
 from kvhold.engines.vllm.ranks import Ranks
@@ -24,7 +25,7 @@ _MOST_ADAPTERS = 8
 class Spaces:
     """Spaces by group, opened in each session when they are first asked for. ``credits`` says whether slots are wanted.
 
-    ``salt`` sets this engine apart from all others, if it is not empty.
+    ``salt`` sets this engine apart from all others, if it is not empty. ``events`` are told what is spoken of.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Spaces:
         adapters: Adapters,
         epoch: str,
         credits: bool,
+        events: CacheEvents | None,
     ) -> None:
         self.ranks: Ranks | None = None
         self.salt = b""
@@ -44,6 +46,7 @@ class Spaces:
         self._adapters = adapters
         self._epoch = epoch
         self._credits = credits
+        self._events = events
         self._attachment = 0
         self._plain: tuple[int, ...] = ()
         self._adapted: dict[tuple[str, bytes], tuple[int, ...]] = {}  # by adapter; the last used last
@@ -63,21 +66,27 @@ class Spaces:
             self._attachment = self._control.attachment
             self._adapted.clear()
             self._plain = self._open(self.ranks)
+            if self._events is not None:
+                self._events.begun(self._plain)
         return self._plain
 
     def of(self, adapter: "LoRARequest | None") -> tuple[int, ...] | None:
         """Those of what is computed with ``adapter``; None without a session, or while its weights are unknown."""
         if adapter is None or self.plain is None:
             return self.plain
-        digest = self._adapters.digest(adapter)
+        digest, path = self._adapters.digest(adapter), self._adapters.path(adapter)
         if digest is None or self.ranks is None:
+            for key in [key for key in self._adapted if key[0] == path]:
+                self._close(self._adapted.pop(key))
             return None
-        key = self._adapters.path(adapter), digest
+        key = path, digest
         spaces = self._adapted.pop(key, None)
         if spaces is None:
             while len(self._adapted) >= _MOST_ADAPTERS:
                 self._close(self._adapted.pop(next(iter(self._adapted))))
             spaces = self._open(self.ranks, digest)
+            if self._events is not None:
+                self._events.opened(spaces)
         self._adapted[key] = spaces
         return spaces
 
@@ -102,6 +111,8 @@ class Spaces:
     def _close(self, spaces: Sequence[int]) -> None:
         for space in spaces:
             self._control.close(space)
+        if self._events is not None:
+            self._events.closed(spaces)
 
     def namespace(self, ranks: Ranks, adapter: bytes = b"") -> bytes:
         """What sets what is stored now apart from all that is incompatible with it."""
