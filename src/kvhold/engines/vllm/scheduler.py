@@ -248,16 +248,17 @@ class SchedulerHalf:
 
     def _may_restore(self, request: "Request", end: int) -> bool:
         """Whether a restore of ``request`` up to token ``end`` cannot stop the engine: docs/admission.md."""
-        if not (self._ordered or self._together):
-            return True
         others = [waiting for name, waiting in self._waiting.items() if name != request.request_id]
-        held = sum(group.blocks_between(end, end) for group in self._groups)
-        if self._together and not all_can_begin([*others, self._waits(request, held)], self._pool_blocks):
-            return False
+        if self._together:
+            held = sum(group.blocks_between(end, end) for group in self._groups)
+            if not all_can_begin([*others, self._waits(request, held)], self._pool_blocks):
+                return False
+        if not self._ordered:
+            return True
         scheduling, model = self._config.scheduler_config, self._config.model_config
         tokens = min(request.num_tokens, end + scheduling.max_num_batched_tokens) + self._drafts
         start = sum(group.blocks_between(end, min(tokens, model.max_model_len)) for group in self._groups)
-        return not self._ordered or may_ask(_rank(request), start, others, self._pool_blocks)
+        return may_ask(_rank(request), start, others, self._pool_blocks)
 
     def _waits(self, request: "Request", held: int) -> Waiting:
         tokens = min(request.num_tokens + self._drafts, self._config.model_config.max_model_len)
@@ -307,9 +308,10 @@ class SchedulerHalf:
         ]
         blocks = [block for _, mine, _ in copies for block in mine]
         self._restores[name] = Restore(ticket, self.control.attachment, frozenset(blocks))
-        spaces = self._spaces.of(request.lora_request)
-        if self.events is not None and self._reach is not None and spaces is not None:
-            self.events.restored(request, spaces, parts, local + external, self._reach.key)
+        if self.events is not None and self._reach is not None:
+            spaces = self._spaces.of(request.lora_request)
+            if spaces is not None:
+                self.events.restored(request, spaces, parts, local + external, self._reach.key)
         return Load(name, copies, blocks)
 
     def _covers(self, parts: Sequence[Part], tables: Sequence[list[int]], local: int, end: int) -> bool:
