@@ -194,10 +194,11 @@ class Engine:
         namespace: bytes = NAMESPACE,
         shards: tuple[int, ...] = (),
         watch: bool = False,
+        key_bytes: int = 8,
     ) -> list[Effect]:
         self.shards[space] = shards or (size // self.world,) * self.world
         self.names[space] = namespace, group
-        opening = ev.Open(self.scheduler, space, namespace, group, 8, self.shards[space], slots, watch)
+        opening = ev.Open(self.scheduler, space, namespace, group, key_bytes, self.shards[space], slots, watch)
         return self.world_.settle(opening)
 
     def take(self, count: int, space: int = 0) -> list[Slot]:
@@ -317,6 +318,7 @@ def audit(core: Core) -> None:
     assert len(objects) == cat.objects
     assert all(not cat.key[row] for row in rows if row not in objects), "a key outlives its object"
     assert cat.cold == sum(cat.state[row] == State.COLD for row in rows)
+    assert cat.in_logs == sum(cat.place[row] != 0 for row in objects)
     for namespace in cat.namespaces.values():
         assert namespace.used == sum(index.slots * index.size for index in namespace.indexes.values())
     assert {id(n) for n in cat.namespaces.values()} == {id(index.namespace) for index in cat.indexes.values()}

@@ -1,9 +1,18 @@
-"""What this host has to give, and who is at the other end of a socket on it."""
+"""What this host has to give, what it can never give, and who is at the other end of a socket on it."""
 
 import os
 import socket
 import struct
+from pathlib import Path
 
+from kvhold.units import format_size
+
+HUGE = 2 << 20
+"""Bytes of a huge page, and of the smallest arena."""
+PAGE = 64 << 20
+"""Arena page; smaller arenas have smaller ones, so that several slot sizes find room."""
+_HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_LONGEST_SOCKET = 107
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -29,6 +38,49 @@ def total_memory() -> int:
 def default_dram() -> int:
     """Bytes of arena that an engine's own manager takes unless told otherwise: 20% of free memory, at most 8GiB."""
     return min(8 << 30, available_memory() // 5)
+
+
+def page_size(dram: int) -> int:
+    """Bytes of an arena page in an arena of ``dram`` bytes."""
+    return min(PAGE, max(HUGE, dram // 32 // HUGE * HUGE))
+
+
+def arena_size(dram: int) -> int:
+    """Bytes of the arena that ``dram`` bytes make: whole pages."""
+    return dram // page_size(dram) * page_size(dram)
+
+
+def check_dram(dram: int) -> None:
+    """Raises ValueError, saying what ``dram`` bytes are, when no arena of this host can have them."""
+    if dram < HUGE:
+        raise ValueError(f"too small; give at least {format_size(HUGE)}")
+    if dram > total_memory():
+        raise ValueError(f"more than the host has, {format_size(total_memory())}; give less")
+
+
+def check_huge_pages(dram: int) -> None:
+    """Raises ValueError when the host has fewer huge pages than such an arena needs.
+
+    Those in use count: they may be this arena's, or be free again by the time that they are wanted.
+    """
+    try:
+        has = sum(int((_HUGE_PAGES / name).read_text()) for name in ("nr_hugepages", "nr_overcommit_hugepages"))
+    except OSError:
+        return  # not shown here, e.g. in a container: the kernel says it in its own time
+    need = arena_size(dram) // HUGE
+    if need > has:
+        raise ValueError(
+            f"{format_size(dram)} need {need} huge pages of 2MiB, and the host has {has}; "
+            f"run `sysctl vm.nr_hugepages={need}`, give less DRAM or start without huge pages"
+        )
+
+
+def check_socket(path: Path) -> None:
+    """Raises ValueError, saying what ``path`` is, when nobody can listen there for sure."""
+    if not path.is_absolute():
+        raise ValueError("not an absolute path; choose one")
+    if len(os.fsencode(path)) > _LONGEST_SOCKET:
+        raise ValueError(f"longer than {_LONGEST_SOCKET} bytes; choose a shorter path")
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

@@ -20,6 +20,8 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 
 LEAST_SSD = 4 << 20
 """The least that an SSD directory may be given, in bytes."""
+LEAST_WRITE_RATE = 1 << 20
+"""The least that may be written to it in a second, where that is limited. One write is of up to 16MiB."""
 
 
 def parse_size(text: str | int) -> int:

@@ -16,6 +16,7 @@ from manager_process import Manager
 from vllm.config import KVTransferConfig
 
 from kvhold.client.paths import embedded_socket
+from kvhold.engines.vllm import attach
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
 
@@ -144,26 +145,36 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def test_the_hosts_manager_is_preferred_to_an_own_one(llama_dir: Path, runtime: Path) -> None:
+def test_the_hosts_manager_is_preferred_to_an_own_one(
+    llama_dir: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(attach.log, "warning", lambda text, *args: said.append(text % args))
     runtime.mkdir(mode=0o700)
     process = Manager(runtime)  # listens on the default path
     try:
-        with running(llama_dir, connector={}) as llm:
+        with running(llama_dir, connector={"dram": "64MiB", "ssd": f"{runtime}/ssd:64MiB"}) as llm:
             warm_up(llm)
             assert status(process.socket)["instances"][0]["ready"]
             assert not managers(runtime)
             process.restart()
             until(lambda: attached(llm), "attached again, and not to an own one")
             assert not managers(runtime)
+        assert len(said) == 1, "once, by one of the two halves"
+        assert f"using the manager on {process.socket}, which has its own" in said[0]
+        assert "those of this engine for dram, ssd are ignored" in said[0]
+        assert not (runtime / "ssd").exists()
+        with running(llama_dir, connector={}) as llm:
+            warm_up(llm)
+        assert len(said) == 1, "nothing is ignored that was not set"
     finally:
         process.kill()
 
 
 def test_data_parallel_ranks_share_one_socket() -> None:
-    from kvhold.engines.vllm.attach import embedded_path
-
-    assert embedded_path("abc_dp0") == embedded_path("abc_dp1") == embedded_path("abc") == embedded_socket("abc")
-    assert embedded_path("abc") != embedded_path("abd")
+    paths = [attach.embedded_path(instance) for instance in ("abc_dp0", "abc_dp1", "abc")]
+    assert paths == [embedded_socket("abc")] * 3
+    assert attach.embedded_path("abd") not in paths
 
 
 def test_found_by_its_bare_name(llama_dir: Path, manager: Manager) -> None:

@@ -1,10 +1,12 @@
 """What cannot be served is refused at the start, by name, with what to do."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from bed import engine, prompt, reference, running
 from engine_process import EngineProcess
@@ -12,6 +14,7 @@ from kvhold_bed import connect
 from manager_process import Manager
 from models import write_config
 
+from kvhold import host
 from kvhold.engines.vllm.config import Settings, load_settings
 from kvhold.engines.vllm.groups import Unsupported, kept_groups, kind_of
 from kvhold.engines.vllm.stats import LABELS, METRICS
@@ -53,9 +56,15 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
         ({"step_budget_ms": "1"}, "'step_budget_ms' has the value '1'"),
         ({"step_budget_ms": -1}, "'step_budget_ms' has the value -1"),
         ({"step_budget_ms": True}, "'step_budget_ms' has the value True"),
-        ({"dram": 4}, "'dram' has the value 4"),
+        ({"dram": 64}, "'dram' has the value 64; write a size like \"64GiB\""),
         ({"dram": "lots"}, "'dram'.*'lots' is not a size"),
-        ({"socket": "relative.sock"}, "'socket' has the value 'relative.sock'"),
+        ({"dram": "0"}, "'dram' has the value '0', which is too small; give at least 2MiB"),
+        ({"dram": "64"}, "'dram' has the value '64', which is too small; give at least 2MiB"),
+        ({"dram": "900TiB"}, "'dram' has the value '900TiB', which is more than the host has, .*GiB; give less"),
+        ({"ssd": "relative:1GiB"}, "'ssd' has the value 'relative:1GiB'; give an absolute path"),
+        ({"socket": "relative.sock"}, "'socket' has the value 'relative.sock', which is not an absolute path"),
+        ({"socket": "/" + "x" * 107}, "'socket' has the value '/x+', which is longer than 107 bytes; choose a shorter"),
+        ({"socket": "/" + "ü" * 54}, "'socket' .* longer than 107 bytes"),
         ({"socket": "/a.sock", "dram": "1GiB"}, "'dram'.*cannot go with 'socket'"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -63,6 +72,47 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
 def test_wrong_settings(extra: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=f"^kvhold: .*{says}"):
         load_settings(extra)
+
+
+@pytest.mark.parametrize("name", Settings.__struct_fields__)
+def test_a_wrong_type_is_answered_with_what_to_write(name: str) -> None:
+    """In the words of who writes JSON, not in those of Python's types."""
+    with pytest.raises(ValueError, match=rf"^kvhold: setting '{name}' has the value \[\]; write ") as raised:
+        load_settings({name: []})
+    advice = str(raised.value).partition("; write ")[2]
+    if "true or false" in advice:
+        example = True
+    else:
+        [text] = re.findall(r'like ("\S+"|[\d.]+)$', advice)
+        example = json.loads(text)
+    assert getattr(msgspec.convert({name: example}, Settings), name) == example
+
+
+def test_huge_pages_that_the_host_never_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages in use are no reason: the engine's first half, or the engine before this one, may have them."""
+    (tmp_path / "nr_hugepages").write_text("30\n")
+    (tmp_path / "nr_overcommit_hugepages").write_text("2\n")
+    (tmp_path / "free_hugepages").write_text("0\n")
+    monkeypatch.setattr(host, "_HUGE_PAGES", tmp_path)
+    assert load_settings({"huge_pages": True, "dram": "64MiB"}).huge_pages
+    says = (
+        "^kvhold: setting 'huge_pages' has the value True: 66MiB need 33 huge pages of 2MiB, and the host has 32; run "
+    )
+    with pytest.raises(ValueError, match=f"{says}`sysctl vm.nr_hugepages=33`"):
+        load_settings({"huge_pages": True, "dram": "66MiB"})
+    with pytest.raises(ValueError, match=r"'huge_pages' .* the host has 32"):
+        load_settings({"huge_pages": True})  # with as much DRAM as the engine would take by itself
+    monkeypatch.setattr(host, "_HUGE_PAGES", tmp_path / "not shown")
+    load_settings({"huge_pages": True, "dram": "66MiB"})
+
+
+def test_a_runtime_directory_that_is_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = tmp_path / ("x" * 90)
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    with pytest.raises(ValueError, match=r"^kvhold: .*x/kvhold/e-.*longer than 107 bytes; .* with XDG_RUNTIME_DIR"):
+        load_settings({})
+    load_settings({"socket": "/run/kvhold.sock"})
 
 
 def test_a_wrong_setting_stops_the_start(llama_dir: Path) -> None:

@@ -98,7 +98,7 @@ def recovery(orders: Orders) -> type[Recovery]:
 
 if __name__ == "__main__":
     orders = Orders(Path(sys.argv.pop(1)))
-    ssd.open_log = partial(ssd.open_log, files=Faulty(orders))  # type: ignore[assignment]
+    ssd.claim_log = partial(ssd.claim_log, files=Faulty(orders))  # type: ignore[assignment]
     ssd.Recovery = recovery(orders)  # type: ignore[misc]
     server.STORE_SECONDS, server.DISK_SECONDS = STORE_SECONDS, DISK_SECONDS
     process.run = run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from manager_process import Manager
-from peers import Engine, keys_of, status, until
+from peers import NAMESPACE, Engine, keys_of, status, until
 from puppet import environment
 from ssd_load import SMALL, Client, Known
 
@@ -36,6 +36,19 @@ def kvhold(*command: str, home: Path | None = None, code: int = 0) -> str:
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return " ".join((done.stderr if code else done.stdout).replace("│", " ").split())
+
+
+def notes(*command: str) -> str:
+    """What a command that succeeds says beside its answer."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvhold.cli", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment(),
+    )
+    return done.stderr
 
 
 @contextmanager
@@ -123,6 +136,9 @@ def test_with_several_one_must_be_named(sockets: Path) -> None:
         (["keys", "xyz", "0"], "NAMESPACE: 'xyz' is no namespace; give all 64"),
         (["keys", NAME, str(1 << 32)], "should be less than or equal to 4294967295"),
         (["explain", "0"], "'0' is neither a block's hash"),
+        (["explain", "3/0"], "'3/0' is neither a block's hash nor an operation"),
+        (["explain", "99d312a3dd695a"], "give all hexadecimal digits of a hash or its last 16"),
+        (["explain", str(1 << 64)], "nor an operation; give"),
         (["explain", "--", ""], "'' is neither a block's hash"),
     ],
 )
@@ -142,6 +158,7 @@ def test_refuses(folder: Path, command: list[str], said: str) -> None:
         (["--ssd", "/x:4095KiB"], "for /x is too small; give at least 4MiB"),
         (["--ssd", "/x:1GiB", "--ssd-min-free", "x"], "--ssd-min-free: 'x' is not a size"),
         (["--ssd", "/x:1GiB", "--ssd-write-rate", "x"], "--ssd-write-rate: 'x' is not a size"),
+        (["--ssd", "/x:1GiB", "--ssd-write-rate", "5"], "--ssd-write-rate: '5' a second would write next to nothing; "),
         (["--ssd-min-free", "1GiB"], "--ssd-min-free: is for SSD directories; name one with --ssd"),
         (["--ssd-write-rate", "0"], "--ssd-write-rate: is for SSD directories"),
         (["--ssd-second-touch"], "--ssd-second-touch: is for SSD directories"),
@@ -175,11 +192,79 @@ def test_a_floor_and_a_limit_are_changed_one_by_one(manager: Manager) -> None:
     assert limit()["max_objects"] == 1000
 
 
+def test_what_could_never_work_is_refused_with_the_least_that_does(manager: Manager) -> None:
+    limit = ("limit", "--socket", str(manager.socket))
+    before = kvhold(*limit)
+    for change, said in (
+        ("prepared_share=0", "would restore nothing: an object has 4KiB, the arena 32MiB; give 0.00013 or more"),
+        ("engine_share=0.0001", "limit engine_share=0.0001 would restore nothing"),
+        ("read_bytes=0", "limit read_bytes=0 cannot be; give 1 or more, up to 1024TiB"),
+        ("write_queue=0", "limit write_queue=0 cannot be; give 1 or more"),
+        ("write_rate=5", "limit write_rate=5B a second would write next to nothing; give 1MiB or more, or 0 for no"),
+        ("--floor 4GiB", "its floor of 4GiB cannot be kept: the arena has 32MiB; give at most 32MiB"),
+        ("--floor 40MiB --max 20MiB", "its floor of 40MiB is not between 0 and its limit of 20MiB; lower the floor"),
+        ("--max 4095", "its limit of 3.999KiB has no room for an object; give 4KiB or more"),
+    ):
+        named = ["--namespace", NAME] if change.startswith("-") else []
+        assert said in kvhold(*limit, *named, *change.split(), code=1)
+    assert kvhold(*limit) == before
+
+
+def test_the_least_that_works_depends_on_what_is_there(manager: Manager) -> None:
+    """An object, or the arena but for what others are sure of."""
+    engine = Engine(manager.socket, "one", shard=1 << 20)
+    one = ("limit", "--socket", str(manager.socket))
+    assert "an object has 1MiB, the arena 32MiB; give 0.032 or more" in kvhold(*one, "prepared_share=0.03", code=1)
+    kvhold(*one, "prepared_share=0.032")
+    engine.store([1])
+    engine.works([1])
+    space = ("--namespace", NAMESPACE.hex())
+    assert "has no room for an object; give 1MiB or more" in kvhold(*one, *space, "--max", "1023KiB", code=1)
+    kvhold(*one, *space, "--max", "8MiB")
+    kvhold(*one, "--namespace", NAME, "--floor", "30MiB")
+    said = kvhold(*one, *space, "--floor", "4MiB", code=1)
+    assert "the arena has 32MiB, of which others' floors take 30MiB; give at most 2MiB" in said
+
+
+def test_only_what_changes_is_logged(manager: Manager) -> None:
+    def logged(*change: str) -> list[str]:
+        before = manager.log.read_text()
+        kvhold("limit", "--socket", str(manager.socket), *change)
+        lines = manager.log.read_text()[len(before) :].splitlines()
+        return [line.partition("limits changed: ")[2] for line in lines if "limits changed" in line]
+
+    assert logged() == logged("prepared_share=0.75") == logged("--namespace", NAME) == []
+    assert logged("prepared_share=0.5", "engine_share=0.75") == ["{'prepared_share': 0.5}"]
+    quota = "{'floor': 4194304, 'limit': None}"
+    assert logged("--namespace", NAME, "--floor", "4MiB") == [f"{{'quotas': {{'{NAME}': {quota}}}}}"]
+    assert logged("write_queue=5") == ["{'write_queue': 5}"]
+    quota = "{'floor': 0, 'limit': None}"
+    assert logged("--namespace", NAME, "--floor", "0") == [f"{{'quotas': {{'{NAME}': {quota}}}}}"]
+
+
+def test_a_namespace_that_nobody_has_used_is_said_to_be_unknown(manager: Manager) -> None:
+    """It may be given a quota ahead of its engine."""
+    asked = ("--socket", str(manager.socket), "--namespace", NAME)
+    said = kvhold("purge", *asked, code=1)
+    assert f"nothing was purged: the manager on {manager.socket} knows no namespace {NAME}" in said
+    assert "purge of" not in manager.log.read_text()
+    assert f"no engine has used namespace {NAME} on this manager yet" in notes("limit", *asked, "--max", "1MiB")
+    assert NAME in kvhold("limit", "--socket", str(manager.socket))
+    said = kvhold("keys", "--socket", str(manager.socket), NAME, "0", code=1)
+    assert f"knows no namespace {NAME}; `kvhold status` lists" in said
+    engine = Engine(manager.socket, "one", namespace=bytes.fromhex(NAME))
+    engine.store([1])
+    assert notes("limit", *asked, "--max", "2MiB") == ""
+    assert kvhold("purge", *asked) == f"purged: the manager on {manager.socket}"
+    assert kvhold("keys", "--socket", str(manager.socket), NAME, "0") == ""
+
+
 def test_status_tells_of_directories_and_namespaces(serve: Callable[..., Manager], folder: Path) -> None:
     manager = serve("--ssd", f"{folder}/ssd:64MiB", "--ssd-min-free", "1MiB", dram="32MiB")
     client = Client(manager.socket, SMALL, Known())
     client.store(list(range(1, 21)))
-    assert kvhold("flush", "--socket", str(manager.socket)) == f"flushed: the manager on {manager.socket}"
+    said = kvhold("flush", "--socket", str(manager.socket))
+    assert said == f"flushed: the manager on {manager.socket}: 20 of 20 objects are on SSD"
     until(lambda: status(manager.socket)["logs"][0]["ready"], "the index is there")
     said = kvhold("status", "--socket", str(manager.socket))
     report = status(manager.socket)
@@ -207,8 +292,10 @@ def test_keys_are_listed_with_where_they_are(serve: Callable[..., Manager], fold
     assert set(tiers) == {1, 2}
     assert found == {keys_of([key]).hex(): ["", "dram", "ssd"][tier] for key, tier in zip(every, tiers, strict=True)}
     assert len(words) == 2 * len(found)
-    assert kvhold("keys", "--socket", str(manager.socket), space, "1") == ""
-    assert kvhold("keys", "--socket", str(manager.socket), NAME, "0") == ""
+    integers = kvhold("keys", "--int", "--socket", str(manager.socket), space, "0").split()
+    assert integers[::2] == [str(int(name[-16:], 16)) for name in words[::2]]
+    said = kvhold("keys", "--socket", str(manager.socket), space, "1", code=1)
+    assert "knows no group 1 of this namespace, which has: 0" in said
 
 
 def test_explain_says_which_group_cut_a_hit(manager: Manager) -> None:
@@ -219,9 +306,43 @@ def test_explain_says_which_group_cut_a_hit(manager: Manager) -> None:
     told = f"hit cut by group 0 at block 14: key ...{key.hex()} was not stored"
     assert told in kvhold("explain", "--socket", str(manager.socket), "5")
     assert told in kvhold("explain", "--socket", str(manager.socket))
-    assert "cut the hit of operation 5: group 0 at block 14" in kvhold(
+    session = scheduler_session(manager)
+    assert f"cut the hit of operation {session}/5: group 0 at block 14" in kvhold(
         "explain", "--socket", str(manager.socket), key.hex()
     )
+
+
+def scheduler_session(manager: Manager) -> int:
+    """The number of the only engine's scheduler half, as `kvhold status` shows it."""
+    (number,) = [each["session"] for each in status(manager.socket)["sessions"] if each["role"] == "scheduler"]
+    assert f"session {number}: scheduler rank 0" in kvhold("status", "--socket", str(manager.socket))
+    return int(number)
+
+
+def test_explain_names_what_was_missed_by_whom(manager: Manager) -> None:
+    engine = Engine(manager.socket, "one")
+    number = 12345678901234567890
+    missing = number.to_bytes(8, "big")
+    engine.store([1])
+    engine.scheduler.send(wire.Query(7, 1, 1, 0, keys_of([1]) + missing))
+    engine.scheduler.sync()
+    explain = ("explain", "--socket", str(manager.socket))
+    name = f"{scheduler_session(manager)}/7"
+    told = f"operation {name}: fell short for the reason not_stored (revision 1), at key ...{missing.hex()}, position 1"
+    for what in ([], [name], ["7"]):
+        assert told in kvhold(*explain, *what)
+    for hash_ in (missing.hex(), f"...{missing.hex()}", str(number)):
+        assert f"operation {name} found it missing" in kvhold(*explain, hash_)
+
+
+def test_what_nothing_is_known_of_is_no_success(manager: Manager) -> None:
+    explain = ("explain", "--socket", str(manager.socket))
+    assert kvhold(*explain) == "nothing missed lately"
+    engine = Engine(manager.socket, "one")
+    engine.store([1])
+    engine.works([1])
+    for what in ("99", "99/1", NAME, str(1 << 63)):
+        assert f"nothing is known of {what} by the manager on {manager.socket}" in kvhold(*explain, what, code=1)
 
 
 # --- an engine's own manager ------------------------------------------------------------------------------------------
@@ -233,7 +354,7 @@ def test_it_names_only_the_directories_that_it_has(serve: Callable[..., Manager]
     with embedded(path, f"{taken}:64MiB"):
         failed, started = path.with_suffix(".log").read_text().splitlines()
         assert f"ssd: {taken} is in use by another kvhold manager" in failed
-        assert "runs without the directory: nothing is kept on SSD" in failed
+        assert "runs without the directory, and tries it again" in failed
         assert "8MiB of DRAM" in started
         assert str(taken) not in started
 

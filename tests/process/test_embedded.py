@@ -12,6 +12,9 @@ import pytest
 from peers import Peer, Watched, listening_pid, status, until
 from puppet import Handle, Puppet, environment
 
+from kvhold.client.channel import AttachError
+from kvhold.client.embedded import Embedded
+
 DRAM = 16 << 20
 Make = Callable[[], Puppet]
 
@@ -174,8 +177,7 @@ def test_starters_at_once_share_one(puppet: Make, run: Path, watch: Callable[[Pa
     starters = [process.make("embedded", str(path), DRAM) for process in processes]
     for each in starters:
         each.tell("start")
-    for process in processes:
-        process.hear()
+    assert sorted(process.hear() for process in processes) == [False, False, True], "one of them started it"
     manager = watch(path)
     peers = [process.make("peer", str(path)) for process in processes]
     for rank, peer in enumerate(peers):
@@ -191,7 +193,7 @@ def test_a_start_while_one_is_running_starts_none(puppet: Make, run: Path, watch
     path = run / "e-1.sock"
     first, embedded = starter(puppet, path)
     manager = watch(path)
-    embedded.start()
+    assert not embedded.start()
     second, _ = starter(puppet, path)
     assert listening_pid(path) == manager.pid
     second.kill()
@@ -241,6 +243,46 @@ def test_starts_again_after_its_manager_was_killed(puppet: Make, run: Path, watc
 
 def test_one_that_cannot_start_says_so(puppet: Make, run: Path) -> None:
     embedded = puppet().make("embedded", str(run / "e-1.sock"), 1 << 20)
-    with pytest.raises(RuntimeError, match="ended with status 2"):
-        embedded.start()
+    says = "the engine's own manager did not start: dram: 1MiB is too small; give at least 2MiB$"
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(RuntimeError, match=says):
+            embedded.start()
     assert os.listdir(run) == []
+
+
+def why_not(path: Path, huge_pages: bool = False, dram: int = DRAM, ssd: str | None = None) -> str:
+    """What a starter hears of a manager that cannot start."""
+    embedded = Embedded(path, dram, huge_pages, ssd)
+    try:
+        with pytest.raises(AttachError) as raised:
+            embedded.start()
+    finally:
+        embedded.close()
+    reason = str(raised.value)
+    assert reason.startswith("the engine's own manager did not start: ")
+    return reason.partition(": ")[2]
+
+
+def test_huge_pages_that_are_in_use_are_named(run: Path) -> None:
+    memory = Path("/proc/meminfo").read_text()
+    need = 16 + (int(memory.partition("HugePages_Free:")[2].split()[0]) if "HugePages_Free:" in memory else 0)
+    said = why_not(run / "e-1.sock", huge_pages=True, dram=need << 21)
+    assert said.startswith(f"huge_pages: the kernel has no {need} free huge pages of 2MiB (")
+    assert f"sysctl vm.nr_hugepages={need}" in said
+
+
+def test_a_reason_is_cut_where_it_gets_long(run: Path) -> None:
+    said = why_not(run / "e-1.sock", ssd="ü" * 5000)
+    assert said.startswith("'üüü")
+    assert 500 < len(said) < 1100
+
+
+def test_what_nobody_foresaw_is_named_too(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that cannot say anything any more."""
+    broken = tmp_path / "sitecustomize.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    fault = "import kvhold.host\ndef total(): {}\nkvhold.host.total_memory = total\n"
+    broken.write_text(fault.format("raise RuntimeError('this host is strange')"))
+    assert why_not(run / "e-1.sock") == "RuntimeError: this host is strange"
+    broken.write_text(fault.format("import os; os.kill(os.getpid(), 9)"))
+    assert why_not(run / "e-1.sock") == "it ended with status -9"

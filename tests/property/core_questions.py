@@ -363,7 +363,7 @@ class Questions(Engines):
                 if number == op:
                     assert f"in instance {engine.instance}, revision {one.revision}" in text
                 if op is None and any(name[2] == event.key and self.seen.get(name) == at for name, at, _ in one.pieces):
-                    assert f"held by operation {number} of instance {engine.instance}" in text
+                    assert f"/{number} of instance {engine.instance}" in text
 
     @precondition(lambda self: self.core.has_work)
     @rule(slices=st.integers(1, 4))

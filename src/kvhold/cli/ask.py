@@ -1,6 +1,7 @@
 """Asking a running manager, for the commands that do."""
 
 import errno
+import json
 import socket as sockets
 import time
 from pathlib import Path
@@ -27,9 +28,9 @@ def find(socket: Path | None) -> Path:
         return socket
     living = [path for path in (default_socket(), *sorted(runtime_dir().glob("e-*.sock"))) if _listens(path)]
     if not living:
-        _fail("no manager is running; start one with `kvhold serve --dram 4GiB`")
+        fail("no manager is running; start one with `kvhold serve --dram 4GiB`")
     if len(living) > 1:
-        _fail("several managers are running; name one of them:" + "".join(f"\n  --socket {path}" for path in living))
+        fail("several managers are running; name one of them:" + "".join(f"\n  --socket {path}" for path in living))
     return living[0]
 
 
@@ -47,7 +48,7 @@ def connect(socket: Path | None) -> Channel:
     try:
         return Channel(path, wire.Hello("admin"), _SECONDS)
     except AttachError as error:
-        _fail(str(error) if str(path) in str(error) else f"what listens on {path} is no manager of this kind: {error}")
+        fail(str(error) if str(path) in str(error) else f"what listens on {path} is no manager of this kind: {error}")
 
 
 def ask_on(channel: Channel, message: wire.ClientMessage, seconds: float = 0.0) -> wire.ManagerMessage:
@@ -58,10 +59,19 @@ def ask_on(channel: Channel, message: wire.ClientMessage, seconds: float = 0.0) 
     while not answers and not channel.lost and (left := end - time.monotonic()) > 0:
         answers = channel.receive(left)
     if not answers:
-        _fail(f"the manager on {channel.path} did not answer")
+        fail(f"the manager on {channel.path} did not answer")
     if isinstance(answers[0], wire.Refused):
-        _fail(f"the manager on {channel.path} refused: {answers[0].reason}")
+        fail(f"the manager on {channel.path} refused: {answers[0].reason}")
     return answers[0]
+
+
+def groups_of(channel: Channel, namespace: bytes) -> tuple[list[int], bool]:
+    """The cache groups that a manager knows of a namespace; whether an SSD may hold more, not known yet."""
+    reply = ask_on(channel, wire.Status())
+    assert isinstance(reply, wire.StatusReply)
+    report = json.loads(reply.document)
+    groups = [space["group"] for space in report["spaces"] if space["namespace"] == namespace.hex()]
+    return sorted(groups), bool(report["closed_logs"]) or not all(log["ready"] for log in report["logs"])
 
 
 def parse_namespace(text: str, hint: str = "--namespace") -> bytes:
@@ -89,6 +99,6 @@ def _listens(path: Path) -> bool:
     return True
 
 
-def _fail(reason: str) -> NoReturn:
+def fail(reason: str) -> NoReturn:
     typer.echo(reason, err=True)
     raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvhold import protocol as wire
-from kvhold.cli.ask import Socket, ask, find, parse_namespace
+from kvhold.cli.ask import Socket, ask, connect, find, groups_of, parse_namespace
 from kvhold.units import parse_size
 
 _ALL = 1 << 62
@@ -47,6 +47,12 @@ def limit(
     if name is not None and not values and not quotas:
         document = {name.hex(): _quota(document, name)}
     typer.echo(json.dumps(document, indent=2))
+    if name is not None and not groups_of(connect(socket), name)[0]:
+        typer.echo(
+            f"no engine has used namespace {namespace} on this manager yet: what it is given holds once one does; "
+            "`kvhold status` lists those that are known",
+            err=True,
+        )
 
 
 def _configure(socket: Path, values: dict[str, float], quotas: dict[bytes, tuple[int, int]]) -> dict[str, Any]:

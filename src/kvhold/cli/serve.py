@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvhold.client.paths import default_socket
-from kvhold.units import parse_size
+from kvhold.units import LEAST_WRITE_RATE, format_size, parse_size
 
 if TYPE_CHECKING:
     from kvhold.manager.config import SsdConfig
@@ -17,6 +17,17 @@ def _size(text: str, option: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _rate(text: str) -> int:
+    rate = _size(text, "--ssd-write-rate")
+    if 0 < rate < LEAST_WRITE_RATE:
+        raise typer.BadParameter(
+            f"{text!r} a second would write next to nothing; give at least {format_size(LEAST_WRITE_RATE)}, or 0 for "
+            "no limit",
+            param_hint="--ssd-write-rate",
+        )
+    return rate
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -67,7 +78,7 @@ def serve(
         if given and not ssd:
             raise typer.BadParameter("is for SSD directories; name one with --ssd PATH:SIZE", param_hint=option)
     min_free = MIN_FREE if ssd_min_free is None else _size(ssd_min_free, "--ssd-min-free")
-    write_rate = 0 if ssd_write_rate is None else _size(ssd_write_rate, "--ssd-write-rate")
+    write_rate = 0 if ssd_write_rate is None else _rate(ssd_write_rate)
     config = ManagerConfig(
         socket=(socket or default_socket()).absolute(),
         dram=_size(dram, "--dram"),

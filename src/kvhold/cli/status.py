@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kvhold import protocol as wire
-from kvhold.cli.ask import Socket, ask, find, parse_namespace
+from kvhold.cli.ask import Socket, ask, ask_on, connect, fail, find, groups_of, parse_namespace
 from kvhold.units import format_size, parse_duration
 
 _DISK_SECONDS = 60.0
@@ -35,6 +35,8 @@ def status(
     typer.echo(f"queries  {counters.get('queries', 0)}, {found} of {asked} keys were here")
     for log in report["logs"]:
         typer.echo(f"ssd      {_ssd(log)}")
+    for closed in report["closed_logs"]:
+        typer.echo(f"ssd      {closed['path']} is not open: {closed['reason']}")
     for space in report["spaces"]:
         typer.echo(
             f"space    namespace {space['namespace']} group {space['group']}: {space['objects']} objects of "
@@ -42,9 +44,8 @@ def status(
         )
     for session in report["sessions"]:
         state = "" if session["open"] else ", lost: its bytes wait for the end of the process"
-        typer.echo(
-            f"session  {session['role']} rank {session['rank']}, pid {session['pid']}, {session['engine']}{state}"
-        )
+        who = f"{session['role']} rank {session['rank']}, pid {session['pid']}, {session['engine']}"
+        typer.echo(f"session  {session['session']}: {who}{state}")
 
 
 def _ssd(log: dict[str, Any]) -> str:
@@ -63,10 +64,13 @@ def _ssd(log: dict[str, Any]) -> str:
 
 
 def flush(socket: Socket = None) -> None:
-    """Write to SSD what a manager has stored, and return when it is there."""
+    """Write to SSD what waits to be written, return when it is there, and say how much of all that is."""
     socket = find(socket)
-    ask(socket, wire.Flush(), _DISK_SECONDS)
-    typer.echo(f"flushed: the manager on {socket}")
+    answer = ask(socket, wire.Flush(), _DISK_SECONDS)
+    assert isinstance(answer, wire.Flushed)
+    if not answer.directories:
+        fail(f"the manager on {socket} uses no SSD: nothing outlasts it; `kvhold serve --ssd PATH:SIZE` gives it one")
+    typer.echo(f"flushed: the manager on {socket}: {answer.on_ssd} of {answer.objects} objects are on SSD")
 
 
 def purge(
@@ -88,6 +92,11 @@ def purge(
         older = 0.0 if older_than is None else parse_duration(older_than)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--older-than") from None
-    socket = find(socket)
-    ask(socket, wire.Purge(name, older), _DISK_SECONDS)
-    typer.echo(f"purged: the manager on {socket}")
+    channel = connect(socket)
+    if name and groups_of(channel, name) == ([], False):
+        fail(
+            f"nothing was purged: the manager on {channel.path} knows no namespace {namespace}; "
+            "`kvhold status` lists those that it has"
+        )
+    ask_on(channel, wire.Purge(name, older), _DISK_SECONDS)
+    typer.echo(f"purged: the manager on {channel.path}")

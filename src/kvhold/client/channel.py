@@ -22,6 +22,10 @@ class AttachError(Exception):
     """No session could be had; the message says why."""
 
 
+class NoManager(AttachError):
+    """Nobody listens there."""
+
+
 class Channel:
     """A session of ``hello.role`` at ``path``. One thread at a time may use it; any may :meth:`abandon` it.
 
@@ -48,7 +52,8 @@ class Channel:
             self.socket.settimeout(None)
         except OSError as error:
             self.close()
-            raise AttachError(f"no manager answers on {path}: {error}") from None
+            kind = NoManager if isinstance(error, FileNotFoundError | ConnectionRefusedError) else AttachError
+            raise kind(f"no manager answers on {path}: {error}") from None
         except (AttachError, wire.ProtocolError, msgspec.DecodeError) as error:
             self.close()
             raise AttachError(str(error)) from None

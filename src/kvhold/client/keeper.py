@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from kvhold.client.channel import AttachError, Channel
+from kvhold.client.channel import AttachError, Channel, NoManager
 from kvhold.client.embedded import Embedded
 from kvhold.protocol import Hello
+from kvhold.units import format_size
 
 log = logging.getLogger("kvhold")
 
@@ -43,16 +44,25 @@ class Half(Protocol):
 class Keeper:
     """Attaches ``half`` at the first of ``paths`` where a manager listens, or at ``embedded``'s, which it starts.
 
-    With a manager that others run, it stays: a lost one is waited for, never replaced by one of the engine's own.
+    With a manager that others run, it stays: a lost one is waited for, never replaced by one of the engine's own. The
+    keeper's thread tells ``preferred`` where that one listens, once ``embedded`` is given up for it.
     """
 
-    def __init__(self, half: Half, paths: list[Path], embedded: Embedded | None, reads: bool) -> None:
+    def __init__(
+        self,
+        half: Half,
+        paths: list[Path],
+        embedded: Embedded | None,
+        reads: bool,
+        preferred: Callable[[Path], None] | None = None,
+    ) -> None:
         self.channel: Channel | None = None
         self._last: Channel | None = None  # it keeps the arena's memory, until it is closed
         self._half = half
         self._paths = paths
         self._embedded = embedded
         self._reads = reads
+        self._preferred = preferred
         self._first = threading.Event()
         self._stopping = False
         self._farewell: Callable[[], None] = _nothing
@@ -136,13 +146,31 @@ class Keeper:
             except AttachError as error:
                 failure = error
                 continue
-            if self._embedded is None or path != self._embedded.path:
+            if self._embedded is not None and path != self._embedded.path:
                 self._paths, self._embedded = [path], None
+                if self._preferred is not None:
+                    self._preferred(path)
             return channel
         if self._embedded is None:
             raise failure
-        self._embedded.start()
+        self._start(self._embedded, self._paths[-1], failure)
         return Channel(self._embedded.path, hello, _CONNECT_SECONDS)
+
+    def _start(self, embedded: Embedded, others: Path, failure: AttachError) -> None:
+        """Have the engine's own manager run, which is no matter of course where the one on ``others`` does not answer.
+
+        Of several processes that come to this at once, the one that started it says so.
+        """
+        absent = isinstance(failure, NoManager)
+        try:
+            started = embedded.start()
+        except AttachError as error:
+            raise error if absent else AttachError(f"{failure}; {error}") from None
+        size = format_size(embedded.dram)
+        if started and absent:
+            log.info("kvhold: no manager on %s; the engine has started its own with %s of DRAM", others, size)
+        elif started:
+            log.warning("kvhold: %s; the engine has started its own with %s of DRAM instead", failure, size)
 
     def _watch(self, channel: Channel) -> None:
         """Return when the session is over."""

@@ -94,6 +94,7 @@ class Catalogue(Rows):
         self.recency: Recency[Namespace] = Recency(self)
         self.objects = 0
         self.cold = 0  # objects that are in a log alone
+        self.in_logs = 0  # objects that are in a log
         self.evicted = 0
         self.freed = 0  # what gave way or may now, ever: a reason to try again what did not fit
         self.moves = 0  # objects that were given another row, ever
@@ -216,7 +217,7 @@ class Catalogue(Rows):
         self.state[row] = State.COLD
         self.owner[row] = index.id
         self.size[row] = index.size
-        self.place[row] = place
+        self.enter_log(row, place)
         self.logged[row] = 1
         self.cold += 1
         self._list(row, index, key)
@@ -380,6 +381,7 @@ class Catalogue(Rows):
         """
         index, key, place = self.indexes[self.owner[row]], self.key[row], self.place[row]
         self.key[row], self.place[row] = b"", 0
+        self.in_logs -= 1
         index.objects -= 1
         self.objects -= 1
         self.move(row, State.DOOMED)
@@ -397,11 +399,16 @@ class Catalogue(Rows):
     def written(self, row: int, place: int) -> None:
         """A leased row's record is in a log, unless the object was removed meanwhile; the write lets it go."""
         if self.state[row] == State.LEASED and not self.place[row]:
-            self.place[row] = place
+            self.enter_log(row, place)
             self.logged[row] = 1
             log, segment, _ = unpack(place)
             self.logs[log].segments[segment].live += HEADER + self.size[row]
         self.release([row])
+
+    def enter_log(self, row: int, place: int) -> None:
+        """The object has a record."""
+        self.place[row] = place
+        self.in_logs += 1
 
     def leave_log(self, row: int) -> None:
         """The object's record does not count any more."""
@@ -410,6 +417,7 @@ class Catalogue(Rows):
             log, segment, _ = unpack(place)
             self.logs[log].segments[segment].live -= HEADER + self.size[row]
             self.place[row] = 0
+            self.in_logs -= 1
 
     def segment_of(self, row: int) -> tuple[Log, Segment, int]:
         """Where a row's record is: log, segment and byte offset in it."""

@@ -262,11 +262,15 @@ class Tick:
 
 @dataclass(slots=True, frozen=True)
 class Explain:
-    """What happened to a key, or to an operation of any session? With neither, the latest misses."""
+    """What happened to a key, or to an operation, of any session or only ``of`` one? With neither, the latest misses.
+
+    A key may be named by its last 8 bytes alone.
+    """
 
     session: int
     key: bytes = b""
     op: int = 0
+    of: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -448,6 +452,8 @@ class Stalled:
 
 @dataclass(slots=True, frozen=True)
 class Explained:
+    """No ``lines``: nothing is known."""
+
     session: int
     lines: tuple[str, ...]
 

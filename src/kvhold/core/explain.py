@@ -1,10 +1,13 @@
 """``kvhold explain``: what is remembered of a key or an operation, and what is so now, in lines of text."""
 
+from collections.abc import Iterable, Iterator
+
 from kvhold.core import events as ev
+from kvhold.core.catalogue import Index
 from kvhold.core.common import Common, Work
 from kvhold.core.rows import NAMES, State
 from kvhold.core.segments import unpack
-from kvhold.core.story import Kind, fingerprint
+from kvhold.core.story import MARK, Kind, fingerprint
 
 _REASONS = list(ev.Reason)
 LATEST = 20
@@ -13,45 +16,75 @@ LATEST = 20
 
 def explain(common: Common, event: ev.Explain) -> Work:
     """Sliced by index and by operation: an operator's question must not hold up an engine's."""
-    lines: list[str] = []
-    if not event.key and not event.op:
-        lines += [
-            f"{(common.now - when) / 1e9:12.6f} s ago  operation {op} of session {actor} {_told(kind, actor, a, b)}"
-            for when, kind, op, actor, a, b in common.story.latest((Kind.MISSED, Kind.CUT_SHORT), LATEST)
-        ]
-        yield [ev.Explained(event.session, tuple(lines) or ("nothing missed lately",))]
+    story, key, op = common.story, event.key, event.op
+    if not key and not op:
+        found = story.latest((Kind.MISSED, Kind.CUT_SHORT, Kind.LACKED), 2 * LATEST)
+        yield [ev.Explained(event.session, tuple(_of_operations(common, found)[-LATEST:]))]
         return
-    subject = fingerprint(event.key) if event.key else event.op
-    for when, kind, actor, a, b in common.story.about(subject, operation=not event.key):
-        lines.append(f"{(common.now - when) / 1e9:12.6f} s ago  {_told(kind, actor, a, b)}")
-    yield []
-    if event.key:
+    lines: list[str] = []
+    if key:
+        for when, kind, actor, a, b in story.about(fingerprint(key), operation=False):
+            lines.append(f"{_ago(common, when)}  {_told(kind, actor, a, b)}")
+        yield []
         for index in list(common.catalogue.indexes.values()):
-            row = index.get(event.key) if len(event.key) == index.key_bytes else None
-            if row is not None:
-                lines += _object(common, row)
+            for name in _names(index, key):
+                row = index.get(name) if name else None
+                if row is not None:
+                    lines += _object(common, row, name != key)
+                    yield []
+                    yield from _holders(common, row, lines)
                 yield []
-                yield from _holders(common, row, lines)
-            yield []
     else:
+        entries = story.about(op, operation=True)
+        lines += _of_operations(common, ((w, k, op, s, a, b) for w, k, s, a, b in entries if event.of in (0, s)))
+        yield []
         for attachment in common.attachments.values():
-            operation = attachment.operations.get(event.op)
-            if operation is not None:
+            operation = attachment.operations.get(op)
+            if operation is not None and event.of in (0, operation.session):
                 rows = sum(len(part.leased) for part in operation.parts)
                 lines.append(
-                    f"now: {operation.phase.name.lower()} in instance {attachment.instance}, revision "
-                    f"{operation.revision}, {rows} objects leased, {operation.missing} on their way"
+                    f"now: operation {operation.session}/{op} {operation.phase.name.lower()} in instance "
+                    f"{attachment.instance}, revision {operation.revision}, {rows} objects leased, "
+                    f"{operation.missing} on their way"
                 )
-    yield [ev.Explained(event.session, tuple(lines) or ("nothing is known or remembered of it",))]
+    yield [ev.Explained(event.session, tuple(lines))]
 
 
-def _object(common: Common, row: int) -> list[str]:
+def _names(index: Index, key: bytes) -> Iterator[bytes]:
+    """Whole keys of ``index`` that ``key`` may mean; an empty one where a slice of the search ends."""
+    if len(key) == index.key_bytes:
+        yield key
+    elif len(key) == MARK and len(key) < index.key_bytes:
+        known = list(index.maps[key[-1]])  # one of many maps: few even of a large index's keys
+        for start in range(0, len(known), ev.MAX_BATCH):
+            yield from [name for name in known[start : start + ev.MAX_BATCH] if name.endswith(key)]
+            yield b""
+
+
+def _ago(common: Common, when: int) -> str:
+    return f"{(common.now - when) / 1e9:12.6f} s ago"
+
+
+def _of_operations(common: Common, entries: Iterable[tuple[int, Kind, int, int, int, int]]) -> list[str]:
+    """A line for each of what happened to operations; a miss and what it lacked are one."""
+    lines: list[str] = []
+    for when, kind, op, session, a, b in entries:
+        if kind is not Kind.LACKED:
+            lines.append(f"{_ago(common, when)}  operation {session}/{op}: {_told(kind, session, a, b)}")
+        elif lines:  # what it follows may be forgotten
+            lines[-1] += ", at key ...{2}, position {1} of group {0}".format(*divmod(a, 1 << 32), _hex(b))
+    return lines
+
+
+def _object(common: Common, row: int, named: bool) -> list[str]:
     catalogue = common.catalogue
     index = catalogue.indexes[catalogue.owner[row]]
     state = catalogue.state[row]
     name = f"namespace {index.namespace.name.hex()}, group {index.group}"
     where = f"row {row}, slot epoch {catalogue.epoch[row]}, {catalogue.leases[row]} leases"
     lines = [f"now: {NAMES[state]}, {index.size} bytes, {name}" + ("" if state == State.COLD else f", {where}")]
+    if named:
+        lines.append(f"     key {catalogue.key[row].hex()}")
     if place := catalogue.place[row]:
         lines.append("     in log {}, segment {}, at byte {}".format(*unpack(place)))
     return lines
@@ -62,24 +95,23 @@ def _holders(common: Common, row: int, lines: list[str]) -> Work:
     for attachment in list(common.attachments.values()):
         for operation in list(attachment.operations.values()):
             if any(row in part.leased for part in operation.parts):
-                held = f"operation {operation.id} of instance {attachment.instance} ({operation.phase.name.lower()})"
-                lines.append(f"     held by {held}")
+                held = f"operation {operation.session}/{operation.id} of instance {attachment.instance}"
+                lines.append(f"     held by {held} ({operation.phase.name.lower()})")
             yield []
 
 
 def _told(kind: Kind, actor: int, a: int, b: int) -> str:
     match kind:
         case Kind.MISSING:
-            what = f"operation {a} found it missing, at position {b} of its chain"
+            what = f"operation {actor}/{a} found it missing, at position {b} of its chain"
         case Kind.CUT:
-            what = "cut the hit of operation {}: group {} at block {}".format(a, *divmod(b, 1 << 32))
+            what = "cut the hit of operation {}/{}: group {} at block {}".format(actor, a, *divmod(b, 1 << 32))
         case Kind.CUT_SHORT:
-            key = b.to_bytes(8, "little").hex()
-            what = "hit cut by group {} at block {}: key ...{} was not stored".format(*divmod(a, 1 << 32), key)
+            what = "hit cut by group {} at block {}: key ...{} was not stored".format(*divmod(a, 1 << 32), _hex(b))
         case Kind.MISSED:
             what = f"fell short for the reason {_REASONS[b]} (revision {a})"
         case Kind.ASKED:
-            what = f"asked for {b} keys (revision {a}, session {actor})"
+            what = f"asked for {b} keys (revision {a})"
         case Kind.WAITING:
             what = f"waits for {b} objects from a log (revision {a})"
         case Kind.ANSWERED:
@@ -96,3 +128,8 @@ def _told(kind: Kind, actor: int, a: int, b: int) -> str:
         case _:
             what = f"{kind.name.lower()} (revision {a})"
     return what
+
+
+def _hex(mark: int) -> str:
+    """The end of a key, which is what the story remembers of it."""
+    return mark.to_bytes(MARK, "little").hex()

@@ -59,6 +59,7 @@ class Queries:
         replaced = self._replace(operation, [part], former)
         known = len(part.rows)
         operation.keys, operation.reason = keys, reason
+        operation.lacked = former.lacked if former is not None else None
         operation.asked = known + len(keys) // width
         if replaced is not None:
             yield replaced
@@ -74,11 +75,14 @@ class Queries:
             except KeyError:
                 reason = Reason.NOT_STORED
                 position = start + len(found)
-                self._common.story.note(Kind.MISSING, fingerprint(key), index.id, operation.id, position)
+                self._missing(operation, key, position)
             ahead = max(0, part.skip - start)
             held, short = self._hold(operation, part, found[ahead:])
             part.rows += found[: ahead + held]
             reason = short or reason
+            if reason:
+                at = (len(part.rows) - known) * width
+                operation.lacked = _name(index, len(part.rows), keys[at : at + width])
             if reason or start + ev.MAX_BATCH >= operation.asked:
                 break
             yield []
@@ -127,8 +131,10 @@ class Queries:
                     part.rows += found[:held]
                 else:
                     reason = Reason.NOT_STORED
-                    missing = next(key for key in batch if index.get(key) is None)
-                    self._common.story.note(Kind.MISSING, fingerprint(missing), index.id, operation.id, start)
+                    held = next(at for at, key in enumerate(batch) if index.get(key) is None)
+                    self._missing(operation, batch[held], start // index.key_bytes + held)
+                if reason and reason is not Reason.BUDGET:  # which is of all of them
+                    operation.lacked = _name(index, start // index.key_bytes + held, batch[held])
                 yield []
         if operation.phase is Phase.OVER or operation.attachment.broken:
             return
@@ -166,7 +172,7 @@ class Queries:
         if len(event.key) != index.key_bytes:
             return [ev.Refuse(event.session, f"operation {event.op}: keys are torn")]
         where = block_of(index.group, event.position)
-        self._common.story.note(Kind.CUT, mark, index.id, event.op, where)
+        self._common.story.note(Kind.CUT, mark, event.session, event.op, where)
         self._common.story.note(Kind.CUT_SHORT, event.op, event.session, where, mark)
         return []
 
@@ -399,6 +405,7 @@ class Queries:
         cut = self._cut(operation)
         if cut is not None:
             reason = Reason.READ_FAILED if operation.spoiled else reason or Reason.DEADLINE
+            operation.lacked = self._awaited(operation, cut)
         whole = operation.exact and bool(reason or cut is not None)
         part = operation.parts[0] if operation.parts else None
         skip = part.skip if part is not None else 0
@@ -427,6 +434,8 @@ class Queries:
         if reason:
             counters[f"keys_{reason}"] += operation.asked - resident
             self._note(operation, Kind.MISSED, _REASONS.index(reason))
+            if operation.lacked is not None:
+                self._common.story.note(Kind.LACKED, operation.id, operation.session, *operation.lacked)
         self._note(operation, Kind.ANSWERED, resident)
         offsets = operation.offsets[: 0 if whole else len(operation.offsets) if cut is None else max(0, cut - skip)]
         name = operation.session, operation.id, operation.revision
@@ -447,6 +456,14 @@ class Queries:
                 if row in spoiled or operation in waiters.get(row, ()):
                     return position
         return None
+
+    def _awaited(self, operation: Operation, cut: int) -> tuple[int, int] | None:
+        """What names the key at ``cut`` that did not come; None where it is not known any more, or of which part."""
+        if operation.exact or operation.spoiled:
+            return None
+        part = operation.parts[0]
+        key = self._catalogue.key[part.rows[cut]]
+        return _name(part.index, cut, key) if key else None
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
@@ -561,5 +578,13 @@ class Queries:
                 self._catalogue.release(batch)
                 yield self.storage.reads.unwanted(batch)
 
+    def _missing(self, operation: Operation, key: bytes, position: int) -> None:
+        self._common.story.note(Kind.MISSING, fingerprint(key), operation.session, operation.id, position)
+
     def _note(self, operation: Operation, kind: Kind, value: int) -> None:
         self._common.story.note(kind, operation.id, operation.session, operation.revision, value)
+
+
+def _name(index: Index, position: int, key: bytes) -> tuple[int, int]:
+    """A key that was asked for, as the story names it."""
+    return block_of(index.group, position), fingerprint(key)

@@ -54,6 +54,7 @@ class Operation:
     spoiled: set[int] = field(default_factory=set)  # of those, rows that will not come
     read: list[int] = field(default_factory=list)  # rows that had to be waited for
     asked: int = 0
+    lacked: tuple[int, int] | None = None  # block_of and fingerprint of the first key that it did not get
     keys: bytes = b""  # while they are being matched
     reason: Reason = Reason.NONE
 

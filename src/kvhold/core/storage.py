@@ -95,13 +95,13 @@ class Storage:
                     continue
                 row = catalogue.recover(index, key, place)
             elif not catalogue.place[row]:
-                catalogue.place[row] = place
+                catalogue.enter_log(row, place)
             else:
                 _, other, _ = catalogue.segment_of(row)
                 if catalogue.state[row] == State.LOADING or other.seq > segment.seq:
                     continue
                 catalogue.leave_log(row)
-                catalogue.place[row] = place
+                catalogue.enter_log(row, place)
             segment.live += HEADER + size
             segment.rows.append(row)
             segment.tables[index.id] = table_bytes(len(shards))

@@ -15,7 +15,7 @@ ENTRIES = 1 << 16
 class Kind(IntEnum):
     """What happened. ``a`` and ``b`` of an entry are what the comment says."""
 
-    # to an object; actor is its index
+    # to an object; actor is its index, of the last two the session that asked
     STORED = 1  # row, slot epoch
     DUPLICATE = 2  # row, slot epoch of the copy that was not needed
     EVICTED = 3  # row, slot epoch
@@ -41,10 +41,15 @@ class Kind(IntEnum):
     SUPERSEDED = 27  # revision, the next one
     STALLED = 28  # revision, seconds
     CUT_SHORT = 29  # block_of, fingerprint of the key that was missing
+    LACKED = 30  # the same of the first key that a MISSED lacked: right after that
+
+
+MARK = 8
+"""Bytes of a key's end that an entry has."""
 
 
 def fingerprint(key: bytes) -> int:
-    return int.from_bytes(key[-8:], "little")
+    return int.from_bytes(key[-MARK:], "little")
 
 
 def block_of(group: int, position: int) -> int:

@@ -1,7 +1,11 @@
-"""How an engine starts its own manager: ``python -m kvhold.manager SOCKET DRAM STARTER_FD HUGE_PAGES [PATH:SIZE]``."""
+"""How an engine starts its own manager: ``python -m kvhold.manager SOCKET DRAM STARTER_FD HUGE_PAGES [PATH:SIZE]``.
+
+``STARTER_FD`` is a socket. Its other end hears why this manager could not start.
+"""
 
 import contextlib
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -13,10 +17,26 @@ from kvhold.manager.process import run
 with contextlib.suppress(OSError):
     os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
 
-socket, dram, starter_fd, huge_pages, *ssd = sys.argv[1:]
+path, dram, starter_fd, huge_pages, *ssd = sys.argv[1:]
+starter = os.dup(int(starter_fd))  # the server closes the other one, whose number may then stand for anything
+
+
+def tell(reason: str) -> None:
+    """Say to the starter, if it still listens, why this manager does not start."""
+    with contextlib.suppress(OSError), socket.socket(fileno=starter) as lifeline:
+        lifeline.send(reason.encode(errors="replace"), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
 try:
     directories = tuple(parse_ssd(directory, MIN_FREE) for directory in ssd)
 except ValueError as error:
     print(f"kvhold: {error}", file=sys.stderr)
+    tell(str(error))
     sys.exit(2)
-sys.exit(run(ManagerConfig(Path(socket), int(dram), huge_pages == "1", starter_fd=int(starter_fd), ssd=directories)))
+config = ManagerConfig(Path(path), int(dram), huge_pages == "1", starter_fd=int(starter_fd), ssd=directories)
+try:
+    status = run(config, tell)
+except Exception as error:
+    tell(f"{type(error).__name__}: {error}")
+    raise
+sys.exit(status)

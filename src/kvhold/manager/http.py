@@ -62,6 +62,9 @@ def serve_http(server: Server, host: str, port: int) -> str:
     try:
         http = Http((host, port), Handler)
     except OSError as error:
-        raise ConfigError(f"http: {shown}:{port} cannot be bound: {error.strerror}") from None
+        raise ConfigError(
+            f"http: {shown}:{port} cannot be bound: {error.strerror}; give an address of this host and a free port, "
+            "e.g. 127.0.0.1:9464"
+        ) from None
     threading.Thread(target=http.serve_forever, name="kvhold-http", daemon=True).start()
     return f"http://{shown}:{http.server_address[1]}"

@@ -7,9 +7,9 @@ import stat
 import time
 from pathlib import Path
 
+from kvhold.host import check_socket
 from kvhold.manager.config import ConfigError, SocketTaken
 
-_MAX_PATH = 107
 _LOCK_SECONDS = 0.2
 """A sweep, or a manager that is just ending, holds a lock for an instant; one that is held longer is in use."""
 
@@ -19,10 +19,10 @@ class Listener:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_absolute():
-            raise ConfigError(f"socket: {path} is not an absolute path")
-        if len(os.fsencode(path)) > _MAX_PATH:
-            raise ConfigError(f"socket: {path} is longer than {_MAX_PATH} bytes; choose a shorter path")
+        try:
+            check_socket(path)
+        except ValueError as error:
+            raise ConfigError(f"socket: {path} is {error}") from None
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.parent.stat().st_uid not in (os.getuid(), 0):

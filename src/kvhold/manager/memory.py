@@ -13,15 +13,12 @@ import os
 from collections.abc import Callable
 
 from kvhold.core.arena import ALIGN
-from kvhold.host import available_memory, total_memory
+from kvhold.host import HUGE, PAGE, arena_size, available_memory, check_dram, page_size, total_memory
 from kvhold.manager.config import ConfigError
 from kvhold.units import format_size
 
 log = logging.getLogger(__name__)
 
-HUGE = 2 << 20
-PAGE = 64 << 20
-"""Arena page; smaller arenas have smaller ones, so that several slot sizes find room."""
 RESERVE = 1 << 30
 """What populating leaves to everybody else, or a twentieth of the host's memory if that is more."""
 _MADV_POPULATE_WRITE = 23
@@ -30,22 +27,17 @@ _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def page_size(dram: int) -> int:
-    """Bytes of an arena page in an arena of ``dram`` bytes."""
-    return min(PAGE, max(HUGE, dram // 32 // HUGE * HUGE))
-
-
 class ArenaMemory:
     """The arena's file and the manager's own mapping of it; ``pages`` whole pages of ``page`` bytes."""
 
     def __init__(self, dram: int, huge_pages: bool) -> None:
+        try:
+            check_dram(dram)
+        except ValueError as error:
+            raise ConfigError(f"dram: {format_size(dram)} is {error}") from None
         self.page = page_size(dram)
-        self.pages = dram // self.page
-        if not self.pages:
-            raise ConfigError(f"dram: {format_size(dram)} is too small; give at least {format_size(HUGE)}")
-        if dram > total_memory():
-            raise ConfigError(f"dram: {format_size(dram)} is more than the host has, {format_size(total_memory())}")
-        self.bytes = self.pages * self.page
+        self.bytes = arena_size(dram)
+        self.pages = self.bytes // self.page
         self._reserved = huge_pages  # the kernel has set them aside: they are not part of what is free
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:

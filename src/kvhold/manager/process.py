@@ -5,6 +5,7 @@ import logging
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import closing
 
 from kvhold import __version__
@@ -12,7 +13,7 @@ from kvhold.manager.config import ConfigError, ManagerConfig, SocketTaken, SsdCo
 from kvhold.manager.listener import Listener, sweep
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.server import Server
-from kvhold.manager.ssd import SsdStore
+from kvhold.manager.ssd import Latecomer, SsdStore
 from kvhold.protocol import SOCKET_TAKEN
 from kvhold.units import format_size
 
@@ -21,8 +22,11 @@ log = logging.getLogger(__name__)
 _ENDINGS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(config: ManagerConfig) -> int:
-    """Serve until a signal or, embedded, until the last engine left; the exit status."""
+def run(config: ManagerConfig, refused: Callable[[str], None] | None = None) -> int:
+    """Serve until a signal or, embedded, until the last engine left; the exit status.
+
+    ``refused`` is told, beside the log, of a setting that cannot be used.
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s kvhold %(levelname)s %(message)s")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -32,6 +36,8 @@ def run(config: ManagerConfig) -> int:
             _serve(config, listener)
     except ConfigError as error:
         log.error("%s", error)
+        if refused is not None:
+            refused(str(error))
         return SOCKET_TAKEN if isinstance(error, SocketTaken) else 2
     log.info("ended")
     return 0
@@ -43,6 +49,7 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
     memory = ArenaMemory(config.dram, config.huge_pages)
     stores: list[SsdStore] = []
     opened: list[SsdConfig] = []
+    late: list[tuple[SsdConfig, str]] = []
     for index, ssd in enumerate(config.ssd):
         if ssd.path.resolve() in [other.path.resolve() for other in config.ssd[:index]]:
             raise ConfigError(f"ssd: {ssd.path} is given twice; name each directory once, with its whole size")
@@ -51,7 +58,8 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         except ConfigError as error:
             if config.starter_fd is None:
                 raise
-            log.error("%s. This engine's manager runs without the directory: nothing is kept on SSD", error)
+            log.error("%s. This engine's manager runs without the directory, and tries it again", error)
+            late.append((ssd, str(error)))
         else:
             opened.append(ssd)
     server = Server(config, listener, memory, stores)
@@ -60,6 +68,9 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         from kvhold.manager.http import serve_http
 
         address = serve_http(server, *config.http)
+    for store in stores:  # a start that is refused changes nothing on an SSD
+        store.open()
+    server.wait_for(Latecomer(ssd, memory.view, reason, server.adopt) for ssd, reason in late)
     for number in _ENDINGS:
         signal.signal(number, lambda *_: server.stop())
     listener.listen()

@@ -37,6 +37,7 @@ def report(server: Server) -> dict[str, Any]:
             }
             for number, device in core.storage.devices.items()
         ],
+        "closed_logs": [{"path": str(each.path), "reason": each.reason} for each in server.latecomers],
         "io_pending": core.storage.pending,
         "limbo_bytes": core.limbo_bytes,
         "objects": core.objects,
@@ -68,6 +69,7 @@ def report(server: Server) -> dict[str, Any]:
         ],
         "sessions": [
             {
+                "session": connection.id,
                 "role": connection.role,
                 "instance": connection.instance,
                 "engine": connection.engine,

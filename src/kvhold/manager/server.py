@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -19,11 +19,12 @@ from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.connection import Connection, Stage
-from kvhold.manager.limits import change_limits, limits_document
+from kvhold.manager.limits import change_limits, changes_document, limits_document, object_bytes
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
 from kvhold.manager.report import report
+from kvhold.manager.ssd import Latecomer
 from kvhold.manager.store import Store
 from kvhold.manager.translate import event_of
 
@@ -65,6 +66,7 @@ class Server:
         self.memory = memory
         self.core = Core(self.memory.page, self.memory.bytes, config.limits)
         self.stores = dict(enumerate(stores, 1))
+        self.latecomers: list[Latecomer] = []
         # The first engine's first request finds somewhere to publish.
         self.core.handle(ev.Populated(1), time.monotonic_ns())
         self.incarnation = secrets.randbits(62) + 1
@@ -106,6 +108,26 @@ class Server:
         finally:
             future.cancel()  # nobody waits any more
 
+    def adopt(self, latecomer: Latecomer, store: Store) -> None:
+        """Use a directory that could not be opened when this manager started."""
+
+        def adopted() -> None:
+            if latecomer.forgone:
+                store.close(0)
+                return
+            self.latecomers.remove(latecomer)
+            number = max(self.stores, default=0) + 1
+            self.stores[number] = store
+            store.start(number, self._from_store)
+
+        self._calls.put(adopted)
+        self._wake()
+
+    def _forget_latecomers(self) -> None:
+        """A directory that is not open takes no purge: what it has must not come back later, under this manager."""
+        for latecomer in self.latecomers:
+            latecomer.forgone = True
+
     def _wake(self) -> None:
         try:
             os.write(self._wake_write, b"\0")
@@ -113,6 +135,12 @@ class Server:
             pass
 
     # --- the loop -----------------------------------------------------------------------------------------------
+
+    def wait_for(self, latecomers: Iterable[Latecomer]) -> None:
+        """Have ``latecomers`` try on; from before :meth:`run`."""
+        self.latecomers += latecomers
+        for latecomer in self.latecomers:
+            latecomer.start()
 
     def run(self) -> None:
         self._selector.register(self.listener.socket, selectors.EVENT_READ, self._accept)
@@ -377,17 +405,20 @@ class Server:
                 if not 0 <= older < 1e9:
                     raise wire.ProtocolError(f"a purge of what is older than {older} s")
                 log.info("purge of %s%s", namespace.hex() or "everything", f" older than {older:g} s" if older else "")
+                self._forget_latecomers()
                 self._waiting[connection.id] = time.monotonic() + DISK_SECONDS
                 self._handle(ev.Purge(namespace, int(older * 1e9), connection.id))
             case wire.Flush():
                 self._waiting[connection.id] = time.monotonic() + DISK_SECONDS
                 self._handle(ev.Flush(connection.id))
-            case wire.Explain(key, op):
-                self._handle(ev.Explain(connection.id, key, op))
+            case wire.Explain(key, op, of):
+                self._handle(ev.Explain(connection.id, key, op, of))
             case wire.Configure(limits, quotas):
-                changed = change_limits(self.core.common.limits, limits, quotas)
-                log.info("limits changed: %s", limits_document(changed))
-                self._handle(ev.Configure(changed))
+                present, sizes = self.core.common.limits, object_bytes(self.core.catalogue)
+                changed = change_limits(present, limits, quotas, self.memory.bytes, sizes)
+                if changes := changes_document(present, changed):
+                    log.info("limits changed: %s", changes)
+                    self._handle(ev.Configure(changed))
                 self._send(connection, wire.Configured(msgspec.json.encode(limits_document(changed))))
             case _:
                 self._handle(event_of(connection.id, message))
@@ -472,11 +503,13 @@ class Server:
                 case ev.Recall(_, space, keep):
                     self._send(connection, wire.Recall(space, keep))
                 case ev.Stalled(_, op, seconds):
-                    log.warning("%s: restore of operation %d takes longer than %d s", connection, op, seconds)
+                    name = f"{connection.id}/{op}"
+                    log.warning("%s: restore of operation %s takes longer than %d s", connection, name, seconds)
                 case ev.Purged(session, durable):
-                    self._ended(session, wire.Purged() if durable else None)
+                    self._ended(session, wire.Purged() if durable and not self.latecomers else None)
                 case ev.Flushed(session, durable):
-                    self._ended(session, wire.Flushed() if durable else None)
+                    told = wire.Flushed(self.core.objects, self.core.catalogue.in_logs, len(self.stores))
+                    self._ended(session, told if durable else None)
                 case ev.Added(_, space, keys):
                     self._send(connection, wire.Stored(space, keys))
                 case ev.Removed(_, space, keys):

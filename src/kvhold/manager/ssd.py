@@ -8,11 +8,11 @@ from dataclasses import fields
 
 from kvhold.core import events as ev
 from kvhold.manager.config import ConfigError, SsdConfig
-from kvhold.tiers.ssd.directory import open_log
+from kvhold.tiers.ssd.directory import Claim, claim_log
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.tiers.ssd.format import SegmentHead
 from kvhold.tiers.ssd.recover import Found, Recovery
-from kvhold.tiers.ssd.survey import DirectoryError, Log
+from kvhold.tiers.ssd.survey import DirectoryError
 
 log = logging.getLogger(__name__)
 
@@ -20,17 +20,31 @@ LOCK_SECONDS = 5.0
 """How long a directory may still be locked by a manager that was killed: its last write is under way."""
 
 
+AGAIN_SECONDS = 10.0
+"""After so long a directory that could not be opened is tried again."""
+
+
 class SsdStore:
-    """A directory's log, which is this process's from now on. Raises ConfigError if it cannot be used."""
+    """A directory's log. The directory is this process's from now on; nothing in it changes before :meth:`open`.
+
+    Raises ConfigError, as :meth:`open` does, if it cannot be used.
+    """
 
     def __init__(self, config: SsdConfig, arena: memoryview) -> None:
-        self._log = _open(config)
+        self._claim = _claim(config)
         self._config = config
         self._arena = arena
         self._executor: Executor | None = None
-        self._recovery = Recovery(self._log)
         self._recovered_seconds: float | None = None
         self._closing = False
+
+    def open(self) -> None:
+        """Make the log ready to be started. Takes away what a smaller budget has no room for."""
+        try:
+            self._log = self._claim.open(self._config.min_free)
+        except DirectoryError as error:
+            raise ConfigError(str(error)) from None
+        self._recovery = Recovery(self._log)
 
     def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
         opened = self._log
@@ -86,11 +100,45 @@ class SsdStore:
             log.warning("ssd: %s: a call to the disk hangs; it is left behind", self._config.path)
 
 
-def _open(config: SsdConfig) -> Log:
+class Latecomer(threading.Thread):
+    """Tries again and again to open a directory, for a manager that serves without it meanwhile.
+
+    ``reason`` is why it is not open. ``adopt`` is handed the store when it is.
+    """
+
+    def __init__(
+        self, config: SsdConfig, arena: memoryview, reason: str, adopt: Callable[["Latecomer", SsdStore], None]
+    ) -> None:
+        super().__init__(name="kvhold-ssd-latecomer", daemon=True)
+        self.path = config.path
+        self.reason = reason
+        self.forgone = False
+        self._config = config
+        self._arena = arena
+        self._adopt = adopt
+
+    def run(self) -> None:
+        while True:
+            time.sleep(AGAIN_SECONDS)
+            if self.forgone:
+                self.reason += "; and not tried again, because it would bring back what was purged meanwhile"
+                return
+            try:
+                store = SsdStore(self._config, self._arena)
+                store.open()
+            except ConfigError as error:
+                self.reason = str(error)
+            else:
+                log.info("ssd: %s is open now", self.path)
+                self._adopt(self, store)
+                return
+
+
+def _claim(config: SsdConfig) -> Claim:
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return open_log(config.path, config.size, min_free=config.min_free)
+            return claim_log(config.path, config.size)
         except DirectoryError as error:
             if "in use" not in str(error) or time.monotonic() > end:
                 raise ConfigError(str(error)) from None

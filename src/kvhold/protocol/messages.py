@@ -127,10 +127,11 @@ class Flush(_Message):
 
 
 class Explain(_Message):
-    """Admin: what happened to a key, or to an operation?"""
+    """Admin: what happened to a key, or to an operation, perhaps only ``of`` one session?"""
 
     key: bytes = b""
     op: int = 0
+    of: int = 0
 
 
 class List(_Message):
@@ -266,7 +267,14 @@ class Purged(_Message):
 
 
 class Flushed(_Message):
-    """What was stored before the flush is on SSD, as far as it was still there to be written."""
+    """What waited to be written when the flush was asked for has been; ``on_ssd`` of ``objects`` are there now.
+
+    The others were stored since, are not to be written, or have no room there. ``directories`` are in use.
+    """
+
+    objects: int = 0
+    on_ssd: int = 0
+    directories: int = 0
 
 
 class Explained(_Message):

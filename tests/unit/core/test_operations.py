@@ -490,13 +490,17 @@ class TestExplain:
         engine.query(keys, op=7)
         text = self.explain(world, key=keys[1])
         assert "now: leased" in text
-        assert "held by operation 7 of instance engine (answered)" in text
+        assert f"held by operation {engine.scheduler}/7 of instance engine (answered)" in text
         assert "stored" in text
 
     def test_why_a_key_was_missed(self):
         world, engine, keys = stored(2)
         engine.query([*keys, b"unknown."], op=7)
-        assert "operation 7 found it missing, at position 2 of its chain" in self.explain(world, key=b"unknown.")
+        told = f"operation {engine.scheduler}/7 found it missing, at position 2 of its chain"
+        assert told in self.explain(world, key=b"unknown.")
+        told = f"{engine.scheduler}/7: fell short for the reason not_stored (revision 1), at key ...{b'unknown.'.hex()}"
+        assert f"{told}, position 2 of group 0" in self.explain(world)
+        assert told in self.explain(world, op=7)
 
     def test_what_became_of_an_operation(self):
         world, engine, keys = stored(2)
@@ -505,10 +509,69 @@ class TestExplain:
         assert "asked for 3 keys" in text
         assert "fell short for the reason not_stored" in text
         assert "answered: 2 keys" in text
-        assert "now: answered in instance engine, revision 1, 2 objects leased" in text
+        assert f"now: operation {engine.scheduler}/7 answered in instance engine, revision 1, 2 objects leased" in text
         engine.release(7)
         assert "released" in self.explain(world, op=7)
         assert "now:" not in self.explain(world, op=7)
+
+    def test_operations_of_one_number_are_told_apart(self):
+        world, engine, keys = stored(2)
+        other = world.engine("other")
+        engine.query(keys, op=7)
+        other.query([b"unknown."], op=7)
+        one, two = (self.explain(world, op=7, of=each.scheduler) for each in (engine, other))
+        assert f"operation {engine.scheduler}/7: answered: 2 keys" in one
+        assert "now:" in one
+        assert f"operation {other.scheduler}/7: fell short for the reason not_stored" in two
+        assert "now:" not in two
+        assert len(self.explain(world, op=7).splitlines()) == len(one.splitlines()) + len(two.splitlines())
+        assert self.explain(world, op=7, of=99) == ""
+
+    def test_a_key_by_its_end(self):
+        world = World()
+        engine = world.engine(key_bytes=16)
+        keys = [b"the same" + key for key in chain(3)]
+        engine.store(keys)
+        assert self.explain(world, key=keys[1][:8]) == ""
+        text = self.explain(world, key=keys[1][8:])
+        assert "now: resident" in text
+        assert f"key {keys[1].hex()}" in text
+        assert keys[0].hex() not in text
+
+    def test_which_key_was_not_there_for_an_exact_question(self):
+        world, engine, keys = stored(2)
+        engine.prepare((0, [keys[1], b"unknown.", b"nowhere."]), op=7)
+        assert f"at key ...{b'unknown.'.hex()}, position 1 of group 0" in self.explain(world)
+
+    def test_which_key_was_one_too_many(self):
+        world, engine, keys = stored(4, limits=Limits(prepared_share=2 * SLOT / (16 * PAGE)))
+        engine.query(keys, op=7)
+        told = f"fell short for the reason budget (revision 1), at key ...{keys[2].hex()}, position 2 of group 0"
+        assert told in self.explain(world)
+
+    def test_which_key_did_not_come_in_time(self):
+        world = World()
+        keys = chain(4)
+        world.open_log(keys)
+        engine = world.engine()
+        world.settle(engine.query_event(keys, op=7))
+        assert self.explain(world) == ""
+        world.tick(after=3 * SECOND)
+        assert f"for the reason deadline (revision 1), at key ...{keys[0].hex()}, position 0" in self.explain(world)
+
+    def test_what_was_too_much_lacked_no_key(self):
+        world, engine, keys = stored(4, limits=Limits(engine_share=2 * SLOT / (16 * PAGE)))
+        engine.prepare((0, keys), op=7)
+        assert self.explain(world).endswith("fell short for the reason too_large (revision 1)")
+
+    def test_the_latest_misses_are_whole(self):
+        world, engine, _ = stored(1)
+        for op in range(1, 31):
+            engine.query([b"unknown."], op=op)
+        lines = self.explain(world).splitlines()
+        assert len(lines) == 20
+        assert [f"{engine.scheduler}/{op}: fell short" in line for op, line in enumerate(lines, 11)] == [True] * 20
+        assert all(f"at key ...{b'unknown.'.hex()}" in line for line in lines)
 
     @pytest.mark.parametrize("over", [False, True])
     def test_what_cut_a_hit(self, over: bool):
@@ -519,21 +582,22 @@ class TestExplain:
         assert world.settle(ev.Cut(engine.scheduler, 7, 5, b"unknown.", 14)) == []
         name = b"unknown.".hex()
         assert f"hit cut by group 2 at block 14: key ...{name} was not stored" in self.explain(world, op=7)
-        assert "cut the hit of operation 7: group 2 at block 14" in self.explain(world, key=b"unknown.")
-        assert f"operation 7 of session {engine.scheduler} hit cut by group 2" in self.explain(world)
+        told = f"cut the hit of operation {engine.scheduler}/7: group 2 at block 14"
+        assert told in self.explain(world, key=b"unknown.")
+        assert f"operation {engine.scheduler}/7: hit cut by group 2" in self.explain(world)
 
     def test_a_cut_that_means_nothing(self):
         world, engine, _ = stored(1)
         worker = engine.workers[0]
         for session, space in ((engine.scheduler, 9), (worker, 0), (12345, 0)):
             assert world.settle(ev.Cut(session, 7, space, b"unknown.", 14)) == []
-        assert self.explain(world, op=7) == "nothing is known or remembered of it"
+        assert self.explain(world, op=7) == ""
         (told,) = world.settle(ev.Cut(engine.scheduler, 7, 0, b"short", 14))
         assert isinstance(told, Refuse)
 
     def test_nothing_is_known_of_what_never_was(self):
         world, _, _ = stored(1)
-        assert self.explain(world, op=99) == "nothing is known or remembered of it"
+        assert self.explain(world, op=99) == self.explain(world, key=b"unknown.") == self.explain(world) == ""
 
 
 def test_credits_leave_a_namespace_room_to_keep_what_it_stores():

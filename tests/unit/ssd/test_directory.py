@@ -11,6 +11,7 @@ from kvhold.core.segments import BLOCK
 from kvhold.tiers.ssd import directory
 from kvhold.tiers.ssd import files as layer
 from kvhold.tiers.ssd.directory import (
+    claim_log,
     open_for_reading,
     open_log,
     reserve_bytes,
@@ -18,7 +19,7 @@ from kvhold.tiers.ssd.directory import (
 )
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.tiers.ssd.format import Flaw, SegmentHead, checksum
-from kvhold.tiers.ssd.survey import DirectoryError, segment_name
+from kvhold.tiers.ssd.survey import LOCK_FILE, DirectoryError, segment_name
 from kvhold.units import format_size
 
 SEGMENT = 128 << 10
@@ -39,6 +40,10 @@ def filled(segments: int) -> FakeFiles:
     return files.after_kill()
 
 
+def contents(files: FakeFiles) -> dict[str, bytes]:
+    return {name: bytes(file.now) for name, file in files.files.items() if name != LOCK_FILE}
+
+
 @pytest.mark.parametrize("size", [1 << 20, 100 << 20, 300 << 20, 3 << 30, 10 << 30, 20 << 30, 8 << 40])
 def test_segments_fit_the_budget(size: int) -> None:
     segment = segment_size(size)
@@ -49,13 +54,13 @@ def test_segments_fit_the_budget(size: int) -> None:
 
 
 def test_a_new_log(tmp_path: Path) -> None:
-    log = open_log(tmp_path / "new" / "dir", 64 << 20, min_free=0)
+    log = open_log(tmp_path / "new", 64 << 20, min_free=0)
     assert len(log.numbers) == 4
     assert log.heads == [None] * 4
     assert (log.newest_seq, log.bytes_on_disk) == (0, 0)
-    assert (tmp_path / "new" / "dir").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     log.close()
-    again = open_log(tmp_path / "new" / "dir", 64 << 20, min_free=0)
+    again = open_log(tmp_path / "new", 64 << 20, min_free=0)
     assert (again.id, again.segment_bytes) == (log.id, log.segment_bytes)
     again.close()
 
@@ -78,7 +83,16 @@ def test_too_small_a_budget_says_what_is_enough() -> None:
     open_log(ROOT, 320 << 10, files=FakeFiles())
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EIO, errno.ENOENT])
+def test_only_the_last_folder_is_made(tmp_path: Path) -> None:
+    """So that a disk that is not mounted is noticed, instead of the root filesystem being filled."""
+    with pytest.raises(
+        DirectoryError, match=r"ssd: .*/disk/kvhold cannot be made, .*/disk is not there: make that, or"
+    ):
+        open_log(tmp_path / "disk" / "kvhold", 64 << 20)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("operation", ["make_directory", "names", "create", "write", "sync", "replace", "sync_names"])
 def test_a_directory_that_fails(operation: str, code: int) -> None:
     files = FakeFiles()
@@ -119,15 +133,33 @@ def test_damaged_segments_go_first() -> None:
     driver.close()
 
 
-def test_a_budget_below_four_segments_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_below_four_segments_is_refused_and_takes_nothing() -> None:
+    """A size that was mistyped must not cost the whole cache."""
     files = filled(4)
-    log = open_log(ROOT, 320 << 10, min_free=0, files=files)
-    assert "begun anew" in caplog.text
+    before = contents(files)
+    with pytest.raises(
+        DirectoryError,
+        match=r"320KiB for /ssd is too small for the log that is there, which has 4 segments of 128KiB; give at least "
+        r"576KiB, or remove /ssd/kvhold\* to begin anew with smaller ones",
+    ):
+        open_log(ROOT, 320 << 10, files=files)
+    assert contents(files) == before
+    assert not files.open_handles
+    open_log(ROOT, 576 << 10, files=files).close()
+    for name in [name for name in files.files if name.endswith(".segment")]:
+        files.remove(ROOT / name)
+    log = open_log(ROOT, 320 << 10, min_free=0, files=files)  # of nothing nothing is lost
     assert log.segment_bytes == 64 << 10
-    assert log.removed_segments == 4
-    assert log.heads == [None] * 4
-    assert not [name for name in files.files if name.endswith(".segment")]
     log.close()
+
+
+def test_a_claim_changes_nothing() -> None:
+    files = filled(7)
+    before = contents(files)
+    claim = claim_log(ROOT, budget(4), files=files)
+    claim.close()
+    assert contents(files) == before
+    assert not files.open_handles
 
 
 @pytest.mark.parametrize("version", [0, 2])
@@ -136,10 +168,10 @@ def test_another_version_is_refused(version: int) -> None:
     block = files.files["kvhold.log"].now
     block[8] = version
     block[-16:] = checksum(bytes(block[:-16]))
-    before = {name: bytes(file.now) for name, file in files.files.items()}
+    before = contents(files)
     with pytest.raises(DirectoryError, match=r"another version of the format, .* use another directory, or remove"):
         Driver(files)
-    assert {name: bytes(file.now) for name, file in files.files.items()} == before
+    assert contents(files) == before
     assert not files.open_handles
 
 
@@ -224,6 +256,10 @@ def test_too_little_room_is_said_at_once(caplog: pytest.LogCaptureFixture) -> No
     files.free = 3 * SEGMENT
     open_log(ROOT, budget(4), min_free=SEGMENT, segment_bytes=SEGMENT, files=files)
     assert "only 256KiB can be had there while 128KiB stay free (min_free)" in caplog.text
+    files = FakeFiles()
+    files.free = 3 * SEGMENT
+    open_log(ROOT, budget(4), min_free=4 * SEGMENT, segment_bytes=SEGMENT, files=files)
+    assert "nothing can be kept there, because 384KiB are free and min_free keeps 512KiB; lower it, or" in caplog.text
 
 
 def test_numbers_of_lives_are_not_used_again() -> None:

@@ -236,6 +236,24 @@ def test_a_segment_that_cannot_be_begun_takes_no_records(driver: Driver, operati
     assert not driver.store(items("a"))
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_segment_whose_name_was_not_synced_is_named_before_it_is_used(driver: Driver, killed: bool) -> None:
+    files = driver.files
+    files.fault = lambda called, name: errno.EIO if called == "sync_names" else 0
+    assert not driver.begin(1)
+    files.fault = lambda called, name: 0
+    if killed:
+        driver.executor.close(10)
+        files = files.after_kill()
+        driver = Driver(files)
+    assert driver.begin(1)
+    assert not driver.store(items("a"))
+    assert driver.executor.sync()
+    after = files.after_power_loss(lambda count: 0)
+    driver.close()
+    assert Driver(after).recover().keys == {b"a"}
+
+
 @pytest.mark.parametrize("taken", range(0, 3 * RECORD, 2 * BLOCK))
 def test_a_disk_that_takes_a_part(driver: Driver, taken: int) -> None:
     """What was written in full counts; the rest may be written again to the same place."""

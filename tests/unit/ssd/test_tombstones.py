@@ -172,6 +172,27 @@ def test_forgetting_in_a_log() -> None:
     driver.close()
 
 
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_what_was_acknowledged_outlasts_a_loss_of_power_after_names_were_not_synced(
+    rewritten: bool, killed: bool
+) -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    if rewritten:
+        stones.append([(N, 0, b"a")], None, (1, BLOCK))
+    files.fault = lambda operation, name: errno.EIO if operation == "sync_names" else 0
+    with pytest.raises(OSError, match="Input/output error"):
+        stones.rewrite() if rewritten else stones.append([(N, 0, b"a")], None, (1, BLOCK))
+    files.fault = lambda operation, name: 0
+    if killed:
+        files = files.after_kill()
+        stones = opened(files)
+    stones.append([(N, 0, b"b")], None, (1, BLOCK))
+    stones = opened(files.after_power_loss(lambda count: 0))
+    assert stones.hides(record(b"b", 1, 0))
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
 def test_a_forgetting_that_fails_says_so(code: int) -> None:
     files = FakeFiles()

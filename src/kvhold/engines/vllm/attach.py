@@ -1,6 +1,7 @@
 """How one half of a vLLM engine finds its manager, and how it introduces itself."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,9 @@ from vllm.logger import init_logger
 from kvhold.client.embedded import Embedded
 from kvhold.client.keeper import Half, Keeper
 from kvhold.client.paths import default_socket, embedded_socket
-from kvhold.engines.vllm.config import Settings
+from kvhold.engines.vllm.config import Settings, own_settings
 from kvhold.host import default_dram
-from kvhold.units import format_size, parse_size
+from kvhold.units import parse_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,5 +42,17 @@ def make_keeper(half: Half, config: "VllmConfig", settings: Settings, reads: boo
         return Keeper(half, [Path(settings.socket)], None, reads)
     own = embedded_path(instance_of(config))
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
-    log.info_once("kvhold: without a manager on this host the engine starts its own with %s of DRAM", format_size(dram))
-    return Keeper(half, [own, default_socket()], Embedded(own, dram, settings.huge_pages, settings.ssd), reads)
+    embedded = Embedded(own, dram, settings.huge_pages, settings.ssd)
+    # The scheduler speaks for all of an engine's halves: what each of them finds is the same.
+    preferred = None if reads else partial(_say_what_is_ignored, own_settings(settings))
+    return Keeper(half, [own, default_socket()], embedded, reads, preferred)
+
+
+def _say_what_is_ignored(names: list[str], path: Path) -> None:
+    if names:
+        log.warning(
+            "kvhold: using the manager on %s, which has its own settings; those of this engine for %s are ignored; "
+            "give them to `kvhold serve` instead",
+            path,
+            ", ".join(names),
+        )

@@ -5,7 +5,22 @@ from typing import Any
 
 import msgspec
 
+from kvhold.client.paths import embedded_socket
+from kvhold.host import check_dram, check_huge_pages, check_socket, default_dram
 from kvhold.units import LEAST_SSD, format_size, parse_size
+
+_WRITTEN = {
+    "socket": 'a path like "/run/kvhold/kvhold.sock"',
+    "dram": 'a size like "64GiB"',
+    "huge_pages": "true or false",
+    "ssd": 'a directory and a size like "/var/cache/kvhold:500GiB"',
+    "epoch": 'a text like "step-1200"',
+    "save_decode_cache": "true or false",
+    "step_budget_ms": "milliseconds like 1.0",
+    "answer_deadline_ms": "milliseconds like 30.0",
+    "read_deadline_ms": "milliseconds like 3000.0",
+}
+"""For who wrote a wrong type."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,8 +46,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The same while the manager reads what was asked for from SSD. It answers by itself after two seconds."""
 
 
+def own_settings(settings: Settings) -> list[str]:
+    """Those that were set of the ones for the engine's own manager."""
+    return [name for name in ("dram", "huge_pages", "ssd") if getattr(settings, name)]
+
+
 def load_settings(extra: dict[str, Any]) -> Settings:
-    """``extra`` as settings. Raises ValueError that names the setting, the value and the remedy."""
+    """``extra`` as settings. Raises ValueError that names the setting, the value and the remedy.
+
+    It is raised for what can never work. What may be had later, like a manager that nobody has started, is no error.
+    """
     known = Settings.__struct_fields__
     for name in extra:
         if name not in known:
@@ -43,36 +66,71 @@ def load_settings(extra: dict[str, Any]) -> Settings:
     for name, value in extra.items():
         try:
             msgspec.convert({name: value}, Settings)
-        except msgspec.ValidationError as error:
-            reason = str(error).split(" - at")[0]
-            raise ValueError(f"kvhold: setting {name!r} has the value {value!r}: {reason}; correct it") from None
+        except msgspec.ValidationError:
+            raise _wrong(name, value, f"; write {_WRITTEN[name]}") from None
     settings = msgspec.convert(extra, Settings)
-    if settings.socket is not None and not Path(settings.socket).is_absolute():
-        raise ValueError(f"kvhold: setting 'socket' has the value {settings.socket!r}; give an absolute path")
-    if settings.socket is not None and (settings.dram is not None or settings.huge_pages or settings.ssd is not None):
+    if settings.socket is not None:
+        _check_named(settings.socket, settings)
+    else:
+        _check_own(settings)
+    for name in ("step_budget_ms", "answer_deadline_ms", "read_deadline_ms"):
+        value = getattr(settings, name)
+        if not 0 <= value <= 60_000:
+            raise _wrong(name, value, "; give milliseconds from 0 to 60000")
+    return settings
+
+
+def _wrong(name: str, value: object, why: str) -> ValueError:
+    return ValueError(f"kvhold: setting {name!r} has the value {value!r}{why}")
+
+
+def _check_named(socket: str, settings: Settings) -> None:
+    """Check what goes with the manager on ``socket``."""
+    try:
+        check_socket(Path(socket))
+    except ValueError as error:
+        raise _wrong("socket", socket, f", which is {error}") from None
+    if own_settings(settings):
         raise ValueError(
             "kvhold: settings 'dram', 'huge_pages' and 'ssd' are for the engine's own manager and cannot go with "
-            f"'socket' ({settings.socket!r}); give them to `kvhold serve` instead"
+            f"'socket' ({socket!r}); give them to `kvhold serve` instead"
         )
+
+
+def _check_own(settings: Settings) -> None:
+    """Check what the engine would start its own manager with."""
+    path = embedded_socket("any")  # all of them are equally long
+    try:
+        check_socket(path)
+    except ValueError as error:
+        raise ValueError(
+            f"kvhold: the engine's own manager would listen on {str(path)!r}, which is {error} with XDG_RUNTIME_DIR"
+        ) from None
+    dram = default_dram()
     if settings.dram is not None:
         try:
-            parse_size(settings.dram)
+            dram = parse_size(settings.dram)
         except ValueError as error:
             raise ValueError(f"kvhold: setting 'dram': {error}") from None
+        try:
+            check_dram(dram)
+        except ValueError as error:
+            raise _wrong("dram", settings.dram, f", which is {error}") from None
+    if settings.huge_pages:
+        try:
+            check_huge_pages(dram)
+        except ValueError as error:
+            raise _wrong("huge_pages", True, f": {error}") from None
     if settings.ssd is not None:
-        path, _, size = settings.ssd.rpartition(":")
+        directory, _, size = settings.ssd.rpartition(":")
         try:
             enough = parse_size(size) >= LEAST_SSD
         except ValueError:
             enough = False
-        if not enough or not Path(path).is_absolute():
-            raise ValueError(
-                f"kvhold: setting 'ssd' has the value {settings.ssd!r}; give an absolute path and a size of at least "
-                f"{format_size(LEAST_SSD)}, e.g. '/var/cache/kvhold:500GiB'"
+        if not enough or not Path(directory).is_absolute():
+            raise _wrong(
+                "ssd",
+                settings.ssd,
+                f"; give an absolute path and a size of at least {format_size(LEAST_SSD)}, "
+                "e.g. '/var/cache/kvhold:500GiB'",
             )
-    for name in ("step_budget_ms", "answer_deadline_ms", "read_deadline_ms"):
-        if not 0 <= getattr(settings, name) <= 60_000:
-            raise ValueError(
-                f"kvhold: setting {name!r} has the value {getattr(settings, name)!r}; give milliseconds from 0 to 60000"
-            )
-    return settings

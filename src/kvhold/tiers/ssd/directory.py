@@ -10,6 +10,9 @@ gaps once a smaller budget took some away, and are what is written in headers. :
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from errno import EIO
 from pathlib import Path
 from typing import Final
@@ -59,6 +62,67 @@ def least_budget(segment_bytes: int) -> int:
     return segments + min(16 << 20, max(64 << 10, -(-segments // (63 * BLOCK)) * BLOCK))
 
 
+@dataclass
+class Claim:
+    """A directory that is this process's from now on; nothing in it has changed, and it is known to be enough."""
+
+    path: Path
+    budget: int
+    segment_bytes: int  # of a new log
+    files: FileLayer
+    lock: int | None
+    found: LogHead | None = None
+    names: dict[str, int] = field(default_factory=dict)
+    bad: bool = False
+
+    def open(self, min_free: int = MIN_FREE) -> Log:
+        """The log in it, or a new one; the directory is the log's then. Raises DirectoryError."""
+        try:
+            with _explained(self.path):
+                opened = _open(self)
+                opened.min_free = min_free
+                _warn_of_room(opened)
+                opened._lock, self.lock = self.lock, None
+                return opened
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.files.close(self.lock)
+            self.lock = None
+
+
+def claim_log(path: Path, budget: int, *, segment_bytes: int | None = None, files: FileLayer | None = None) -> Claim:
+    """Claim ``path``, which may hold a log, for one in at most ``budget`` bytes of disk. Raises DirectoryError.
+
+    So that a start that fails for another reason has taken nothing away. ``segment_bytes`` is for new logs; an existing
+    one keeps its own.
+    """
+    files = files or RealFiles()
+    with _explained(path):
+        try:
+            files.make_directory(path)
+        except FileNotFoundError:
+            raise DirectoryError(
+                f"ssd: {path} cannot be made, {path.parent} is not there: make that, or mount the disk that has it"
+            ) from None
+        try:
+            lock = files.lock(path / LOCK_FILE)
+        except BlockingIOError:
+            raise DirectoryError(
+                f"ssd: {path} is in use by another kvhold manager; stop that one, or give this one another directory"
+            ) from None
+        claim = Claim(path, budget, segment_bytes or segment_size(budget), files, lock)
+        try:
+            claim.found, claim.names, claim.bad = identify(path, files)
+            _check_budget(claim)
+        except BaseException:
+            claim.close()
+            raise
+    return claim
+
+
 def open_log(
     path: Path,
     budget: int,
@@ -67,33 +131,19 @@ def open_log(
     segment_bytes: int | None = None,
     files: FileLayer | None = None,
 ) -> Log:
-    """Open the log in ``path``, or create one, for this process alone, in at most ``budget`` bytes of disk.
+    """Claim a directory and open its log at once. Nothing is allocated yet. Raises DirectoryError."""
+    return claim_log(path, budget, segment_bytes=segment_bytes, files=files).open(min_free)
 
-    ``segment_bytes`` is for new logs; an existing one keeps its own. Nothing is allocated yet. Raises DirectoryError.
-    """
-    files = files or RealFiles()
-    lock = None
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     try:
-        files.make_directory(path)
-        try:
-            lock = files.lock(path / LOCK_FILE)
-        except BlockingIOError:
-            raise DirectoryError(
-                f"ssd: {path} is in use by another kvhold manager; stop that one, or give this one another directory"
-            ) from None
-        opened = _open(path, budget, segment_bytes or segment_size(budget), files)
-        opened.min_free = min_free
-        opened._lock, lock = lock, None
-        _warn_of_room(opened)
-        return opened
+        yield
     except OSError as error:
         raise DirectoryError(
             f"ssd: {path} cannot be used: {error.strerror or error}; check that it is there, that this user may write "
             "to it and that its filesystem is healthy and not full"
         ) from None
-    finally:
-        if lock is not None:
-            files.close(lock)
 
 
 def open_for_reading(path: Path, files: FileLayer | None = None) -> Log:
@@ -122,28 +172,35 @@ def in_use(path: Path, files: FileLayer | None = None) -> bool:
     return False
 
 
-def _open(path: Path, budget: int, segment_bytes: int, files: FileLayer) -> Log:
-    found, names, bad = identify(path, files)
-    present = segment_numbers(names)
-    usable = budget - reserve_bytes(budget)
-    removed = 0
-    if found is None or usable // found.segment_bytes < MIN_SEGMENTS:
-        if segment_bytes % BLOCK or segment_bytes < _LEAST_SEGMENT or usable // segment_bytes < MIN_SEGMENTS:
+def _check_budget(claim: Claim) -> None:
+    """Whether the budget is enough for a new log, or for what is there: too few segments would be next to nothing."""
+    usable, present = claim.budget - reserve_bytes(claim.budget), segment_numbers(claim.names)
+    if claim.found is not None and usable // claim.found.segment_bytes < MIN_SEGMENTS:
+        if present:
+            size = claim.found.segment_bytes
             raise DirectoryError(
-                f"ssd: {format_size(budget)} for {path} is too small for segments of {format_size(segment_bytes)}; "
-                f"give at least {format_size(least_budget(segment_bytes))}"
+                f"ssd: {format_size(claim.budget)} for {claim.path} is too small for the log that is there, which has "
+                f"{len(present)} segments of {format_size(size)}; give at least {format_size(least_budget(size))}, or "
+                f"remove {claim.path}/kvhold* to begin anew with smaller ones"
             )
-        if found is not None:
-            log.warning(
-                "ssd: %s: %s hold fewer than %d segments of %s: begun anew, with smaller ones",
-                path,
-                format_size(budget),
-                MIN_SEGMENTS,
-                format_size(found.segment_bytes),
-            )
+        claim.found = None
+    size = claim.segment_bytes
+    if claim.found is None and (size % BLOCK or size < _LEAST_SEGMENT or usable // size < MIN_SEGMENTS):
+        raise DirectoryError(
+            f"ssd: {format_size(claim.budget)} for {claim.path} is too small for segments of {format_size(size)}; "
+            f"give at least {format_size(least_budget(size))}"
+        )
+
+
+def _open(claim: Claim) -> Log:
+    path, files, found, names, bad = claim.path, claim.files, claim.found, claim.names, claim.bad
+    present = segment_numbers(names)
+    usable = claim.budget - reserve_bytes(claim.budget)
+    removed = 0
+    if found is None:
         removed = _remove(path, files, present)
         files.remove(path / TOMBSTONES_FILE)
-        found, present, bad = _create(path, files, segment_bytes), [], False
+        found, present, bad = _create(path, files, claim.segment_bytes), [], False
     elif bad:
         _write_log(path, files, found)
     opened = survey(path, files, found, present, names, bad)
@@ -154,12 +211,12 @@ def _open(path: Path, budget: int, segment_bytes: int, files: FileLayer) -> Log:
             "ssd: %s: %s are more than %d segments of %s, the most that a log has: the rest is not used; a new log, in "
             "an empty directory, would have larger ones",
             path,
-            format_size(budget),
+            format_size(claim.budget),
             MAX_SEGMENTS,
             format_size(found.segment_bytes),
         )
     _shrink(opened, min(segments, MAX_SEGMENTS))
-    opened.tombstones.limit = reserve_bytes(budget) // 2 - 2 * BLOCK  # twice that, while it is rewritten
+    opened.tombstones.limit = reserve_bytes(claim.budget) // 2 - 2 * BLOCK  # twice that, while it is rewritten
     try:
         opened.tombstones.compact(_oldest_seq(opened))
     except OSError as error:
@@ -234,7 +291,14 @@ def _remove(path: Path, files: FileLayer, numbers: list[int]) -> int:
 def _warn_of_room(opened: Log) -> None:
     want = len(opened.numbers) * opened.segment_bytes - opened.bytes_on_disk
     have = opened.files.free_bytes(opened.path) - opened.min_free
-    if want > have:
+    if have < opened.segment_bytes and not opened.bytes_on_disk:
+        log.warning(
+            "ssd: %s: nothing can be kept there, because %s are free and min_free keeps %s; lower it, or make room",
+            opened.path,
+            format_size(max(have + opened.min_free, 0)),
+            format_size(opened.min_free),
+        )
+    elif want > have:
         log.warning(
             "ssd: %s may grow by %s, but only %s can be had there while %s stay free (min_free); it will hold less",
             opened.path,

@@ -36,6 +36,7 @@ class Handles:
         self._keep = keep
         self._lock = Lock()
         self._open: OrderedDict[_Key, _Open] = OrderedDict()  # the most recently used last
+        self._named: set[int] = set()  # segments whose names are durable; a former process may have ended too early
 
     @contextmanager
     def use(self, segment: int, *, write: bool) -> Iterator[int]:
@@ -79,7 +80,10 @@ class Handles:
             files.close(handle)
         if new:
             self._drop(segment)  # of a file of this name that somebody removed
+            self._named.discard(segment)
+        if segment not in self._named:
             files.sync_names(self._log.path)
+            self._named.add(segment)
 
     def close(self) -> None:
         """Close all. Only when no thread uses any."""

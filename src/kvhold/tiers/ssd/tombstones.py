@@ -46,6 +46,7 @@ class Tombstones:
         self._log = log_id
         self.limit = limit
         self._end = 0
+        self._named = False  # durably: a former process may have ended before it was
         self._hidden: dict[Name, Position] = {}
         self.damaged = 0
         self.newest_seq = 0
@@ -98,6 +99,7 @@ class Tombstones:
             self.rewrite()
         else:
             self._write(self._path, buffer, self._end)
+            self._name()
 
     def compact(self, oldest_seq: int) -> None:
         """Let go of what can hide nothing, because every record is of ``oldest_seq`` or later; keep the limit. OSError.
@@ -120,8 +122,15 @@ class Tombstones:
         fresh = self._path.with_name(self._path.name + ".new")
         self._files.remove(fresh)
         self._write(fresh, buffer, 0)
+        self._named = False
         self._files.replace(fresh, self._path)
-        self._files.sync_names(self._path.parent)
+        self._name()
+
+    def _name(self) -> None:
+        """Make the file be found after a loss of power."""
+        if not self._named:
+            self._files.sync_names(self._path.parent)
+            self._named = True
 
     def _write(self, path: Path, buffer: memoryview, at: int) -> None:
         handle = self._files.open_segment(path, create=True)
@@ -131,8 +140,6 @@ class Tombstones:
             self._files.fdatasync(handle)
         finally:
             self._files.close(handle)
-        if at == 0:  # it may be new
-            self._files.sync_names(path.parent)
         self._end = at + len(buffer)
 
     def _hide(self, name: Name, position: Position) -> None:

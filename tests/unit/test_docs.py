@@ -1,0 +1,44 @@
+"""The words that operations.md explains are those that are shown, and all of them."""
+
+import re
+from pathlib import Path
+
+from kvhold.core import Core
+from kvhold.tiers.ssd import check, reading, recover
+from kvhold.tiers.ssd.format import Flaw
+
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+SAYS = re.compile(
+    r"""counts\[["'](\w+)["']\]|: "(\w+)",$|(?:reason.*= |return )"(\w+)"$|Counter\((\w+)=.*, (\w+)=""", re.MULTILINE
+)
+
+
+def table(title: str) -> set[str]:
+    """The words in the first column of the table after a comment that begins so."""
+    text = OPERATIONS.read_text().partition(f"<!-- checked against {title} -->")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    words = [word for row in rows for word in re.findall(r"`(\w+)`", row)]
+    assert len(words) == len(set(words))
+    return set(words)
+
+
+def said(module: object) -> set[str]:
+    """The words that a module's source counts or returns."""
+    text = Path(str(module.__file__)).read_text()  # type: ignore[attr-defined]
+    return {word for found in SAYS.findall(text) for word in found if word}
+
+
+def test_the_states_of_the_arena() -> None:
+    assert table("kvhold.core.Core.accounts") == set(Core(4096, 4096).accounts())
+
+
+def test_why_a_record_is_rejected() -> None:
+    words = said(check) | {word for word in said(reading) if word == "truncated"}
+    assert {"checksum", "length", "identity", "truncated"} <= words
+    assert table("kvhold.tiers.ssd") == words | {f"header_{flaw.value}" for flaw in Flaw}
+
+
+def test_what_inspect_met() -> None:
+    heads = {"unused", "bad_header"} | {flaw.value for flaw in (Flaw.VERSION, Flaw.FOREIGN, Flaw.STALE)}
+    counted = said(recover) | heads
+    assert table("kvhold.tiers.ssd.recover") == counted - {"segments", "records", "sealed"}
