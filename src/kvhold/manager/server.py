@@ -26,7 +26,7 @@ from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
 from kvhold.manager.report import report
 from kvhold.manager.ssd import Latecomer
 from kvhold.manager.store import Store
-from kvhold.manager.translate import event_of
+from kvhold.manager.translate import MAY_SAY, event_of, message_of
 
 log = logging.getLogger(__name__)
 
@@ -389,7 +389,7 @@ class Server:
     # --- messages and effects -----------------------------------------------------------------------------------
 
     def _message(self, connection: Connection, message: wire.ClientMessage) -> None:
-        if not isinstance(message, _MAY_SAY[connection.role]):
+        if not isinstance(message, MAY_SAY[connection.role]):
             raise wire.ProtocolError(f"a {connection.role or 'new'} session does not say {type(message).__name__}")
         match message:
             case wire.Hello():
@@ -488,20 +488,6 @@ class Server:
                     for worker in effect.workers:
                         if worker in self.connections:
                             self._send(self.connections[worker], wire.Settled(connection.step))
-                case ev.Opened():
-                    if effect.note:
-                        log.warning("%s: nothing can be kept: %s", connection, effect.note)
-                    self._send(connection, wire.Opened(effect.space, effect.credit, effect.note))
-                case ev.Answer(_, op, revision, resident, offsets, reason):
-                    self._send(connection, wire.Answer(op, revision, resident, offsets, reason))
-                case ev.Waiting(_, op, revision, objects):
-                    self._send(connection, wire.Waiting(op, revision, objects))
-                case ev.Residency(_, op, tiers):
-                    self._send(connection, wire.Residency(op, tiers))
-                case ev.Expired(_, op, revision):
-                    self._send(connection, wire.Expired(op, revision))
-                case ev.Recall(_, space, keep):
-                    self._send(connection, wire.Recall(space, keep))
                 case ev.Stalled(_, op, seconds):
                     name = f"{connection.id}/{op}"
                     log.warning("%s: restore of operation %s takes longer than %d s", connection, name, seconds)
@@ -510,39 +496,10 @@ class Server:
                 case ev.Flushed(session, durable):
                     told = wire.Flushed(self.core.objects, self.core.catalogue.in_logs, len(self.stores))
                     self._ended(session, told if durable else None)
-                case ev.Added(_, space, keys):
-                    self._send(connection, wire.Stored(space, keys))
-                case ev.Removed(_, space, keys):
-                    self._send(connection, wire.Removed(space, keys))
-                case ev.Listed(_, keys, tiers, cursor):
-                    self._send(connection, wire.Listed(keys, tiers, cursor))
-                case ev.Explained(_, lines):
-                    self._send(connection, wire.Explained(lines))
-                case ev.Grant():
-                    self._send(connection, wire.Grant(effect.space, effect.rows, effect.offsets, effect.epochs))
-
-
-_MAY_SAY: dict[str, tuple[type, ...]] = {
-    "": (wire.Hello,),
-    "scheduler": (
-        wire.Open,
-        wire.Close,
-        wire.Query,
-        wire.Lookup,
-        wire.Prepare,
-        wire.Cut,
-        wire.Started,
-        wire.Spoiled,
-        wire.Release,
-        wire.Commit,
-        wire.Return,
-        wire.Retire,
-        wire.Bye,
-    ),
-    "worker": (wire.Mapped, wire.Retire, wire.Bye),
-    "admin": (wire.Status, wire.Purge, wire.Flush, wire.Explain, wire.List, wire.Configure),
-}
-"""What each role may say; who has no role yet introduces itself."""
+                case _:
+                    if isinstance(effect, ev.Opened) and effect.note:
+                        log.warning("%s: nothing can be kept: %s", connection, effect.note)
+                    self._send(connection, message_of(effect))
 
 
 def _decode(body: bytes) -> wire.ClientMessage:

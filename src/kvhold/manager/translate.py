@@ -1,4 +1,4 @@
-"""From messages to events: what of a message the core may rely on is checked here."""
+"""From messages to events, with all checked that the core relies on, and from effects to messages."""
 
 from kvhold import protocol as wire
 from kvhold.core import events as ev
@@ -7,6 +7,28 @@ MAX_KEY_BYTES = 64
 MAX_PARTS = 64
 MAX_NUMBER = 1 << 32
 """Groups and depths are below it: it is what a record on an SSD has room for."""
+
+MAY_SAY: dict[str, tuple[type, ...]] = {
+    "": (wire.Hello,),
+    "scheduler": (
+        wire.Open,
+        wire.Close,
+        wire.Query,
+        wire.Lookup,
+        wire.Prepare,
+        wire.Cut,
+        wire.Started,
+        wire.Spoiled,
+        wire.Release,
+        wire.Commit,
+        wire.Return,
+        wire.Retire,
+        wire.Bye,
+    ),
+    "worker": (wire.Mapped, wire.Retire, wire.Bye),
+    "admin": (wire.Status, wire.Purge, wire.Flush, wire.Explain, wire.List, wire.Configure),
+}
+"""What each role may say; who has no role yet introduces itself."""
 
 
 def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
@@ -69,6 +91,35 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
             return ev.List(session, namespace, group, cursor)
         case _:
             raise AssertionError(message)
+
+
+def message_of(effect: ev.ToSession) -> wire.ManagerMessage:
+    """What a session is told of an effect that concerns it alone."""
+    match effect:
+        case ev.Opened(_, space, credit, note):
+            return wire.Opened(space, credit, note)
+        case ev.Answer(_, op, revision, resident, offsets, reason):
+            return wire.Answer(op, revision, resident, offsets, reason)
+        case ev.Waiting(_, op, revision, objects):
+            return wire.Waiting(op, revision, objects)
+        case ev.Residency(_, op, tiers):
+            return wire.Residency(op, tiers)
+        case ev.Expired(_, op, revision):
+            return wire.Expired(op, revision)
+        case ev.Recall(_, space, keep):
+            return wire.Recall(space, keep)
+        case ev.Grant(_, space, rows, offsets, epochs):
+            return wire.Grant(space, rows, offsets, epochs)
+        case ev.Added(_, space, keys):
+            return wire.Stored(space, keys)
+        case ev.Removed(_, space, keys):
+            return wire.Removed(space, keys)
+        case ev.Listed(_, keys, tiers, cursor):
+            return wire.Listed(keys, tiers, cursor)
+        case ev.Explained(_, lines):
+            return wire.Explained(lines)
+        case _:
+            raise AssertionError(effect)
 
 
 def _check_batch(rows: bytes, epochs: bytes) -> None:
