@@ -47,6 +47,14 @@ def format_size(size: int) -> str:
     return f"{value:.4g}TiB"
 
 
+def exact_size(size: int) -> str:
+    """``size`` bytes, all of them, in the largest binary unit that says them with whole numbers."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}B"
+
+
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([smhd])\s*$", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 

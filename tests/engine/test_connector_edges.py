@@ -689,6 +689,26 @@ def test_an_idle_engine_does_not_go_on_for_a_manager_that_says_nothing(monkeypat
     assert not events.awaited
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_of_two_questions_about_a_block_the_later_one_counts(last: int) -> None:
+    events, [key] = routing(), keys(1)
+    answers: dict[int, tuple[bytes, ...]] = {}
+    control: Any = events._control
+    control.look = lambda parts: Ticket(len(events._asked) + 1, 1, 1, time.monotonic())
+    control.residency = lambda ticket, patient: answers.get(ticket.op)
+    control.release = lambda tickets: None
+    events._ask(7, [key], {key: published()})
+    events.removed(7, [key])
+    events._ask(7, [key], {key: published()})
+    answers[1] = (b"\x01",)  # from before it was removed
+    assert list(events.take()) == []
+    answers[2] = (bytes([last]),)
+    assert [type(event) for event in events.take()] == [BlockStored] * last
+    assert not events._open
+    events.removed(7, [key])
+    assert [type(event) for event in events.take()] == [BlockRemoved] * last
+
+
 # Both halves in the engine
 
 

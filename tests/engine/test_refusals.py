@@ -110,7 +110,7 @@ def test_a_runtime_directory_that_is_too_long_for_a_socket(tmp_path: Path, monke
     runtime = tmp_path / ("x" * 90)
     runtime.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    with pytest.raises(ValueError, match=r"^kvhold: .*x/kvhold/e-.*longer than 107 bytes; .* with XDG_RUNTIME_DIR"):
+    with pytest.raises(ValueError, match=r"^kvhold: .*x/kvhold/kvhold.sock.*longer than 107 bytes; .* XDG_RUNTIME_DIR"):
         load_settings({})
     load_settings({"socket": "/run/kvhold.sock"})
 

@@ -4,20 +4,27 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from manager_process import Manager
 from peers import Peer, populated, status, until
 from puppet import environment
-from ssd_load import NEW, OLD, SMALL, Client, Known, no_damage, rebuilt, settle
+from ssd_load import NEW, SMALL, Client, Known, no_damage, rebuilt, settle
 from test_cli import kvhold
 from test_serve import refused
 from test_ssd_bounds import begin, found
 
 from kvhold import protocol as wire
+from kvhold.core import events as ev
+from kvhold.manager.config import ManagerConfig, SsdConfig
+from kvhold.manager.listener import Listener
+from kvhold.manager.memory import ArenaMemory
+from kvhold.manager.server import Server
+from kvhold.manager.ssd import Latecomer
 
+MANY = list(range(1, 301))
 Serve = Callable[..., Manager]
 IMPATIENT = (
     "import runpy, kvhold.manager.ssd as ssd; ssd.AGAIN_SECONDS = ssd.LOCK_SECONDS = 0.1; "
@@ -56,34 +63,38 @@ def contents(directory: Path) -> dict[str, bytes]:
 def filled(serve: Serve, folder: Path) -> tuple[Path, Known]:
     """A directory with what a manager stored that is gone."""
     directory, known = folder / "ssd", Known()
+    assert begin(serve, f"{directory}:16MiB").terminate() == 0  # for small segments
     manager = begin(serve, f"{directory}:48MiB")
     client = Client(manager.socket, SMALL, known)
-    client.store(OLD)
+    client.store(MANY)
     settle(manager.socket)
     assert manager.terminate() == 0
+    assert sum(path.name.endswith(".segment") for path in directory.iterdir()) > 6
     return directory, known
 
 
-@pytest.mark.parametrize("why", ["size", "http", "another directory"])
+@pytest.mark.parametrize("why", ["size", "http", "another directory", "another log"])
 def test_a_start_that_is_refused_takes_nothing(
     serve: Serve, folder: Path, filled: tuple[Path, Known], why: str
 ) -> None:
     """Not even what a smaller budget has no room for."""
     directory, known = filled
     before = contents(directory)
+    (folder / "other" / "kvhold.tombstones").mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options, reason = {
-            "size": ((f"{directory}:32MiB",), "is too small for the log that is there"),
-            "http": ((f"{directory}:47MiB", "--http", f"127.0.0.1:{taken.getsockname()[1]}"), "Address already in use"),
+            "size": ((f"{directory}:8MiB",), "is too small for the log that is there"),
+            "http": ((f"{directory}:16MiB", "--http", f"127.0.0.1:{taken.getsockname()[1]}"), "Address already in use"),
             "another directory": (
-                (f"{directory}:47MiB", "--ssd", f"{folder}/no/such:64MiB"),
+                (f"{directory}:16MiB", "--ssd", f"{folder}/no/such:64MiB"),
                 f"{folder}/no is not there",
             ),
+            "another log": ((f"{directory}:16MiB", "--ssd", f"{folder}/other:64MiB"), "other cannot be used: Is a dir"),
         }[why]
         assert reason in refused(folder / "s", "--ssd", *options, dram="8MiB")
     assert contents(directory) == before
     manager = begin(serve, f"{directory}:48MiB")
-    assert found(Client(manager.socket, SMALL, known), OLD) == OLD
+    assert found(Client(manager.socket, SMALL, known), MANY) == MANY
 
 
 def test_an_engines_own_manager_opens_its_directory_when_that_is_free(
@@ -103,7 +114,7 @@ def test_an_engines_own_manager_opens_its_directory_when_that_is_free(
         until(lambda: status(path)["logs"], "the directory is open")
         rebuilt(path)
         assert not status(path)["closed_logs"]
-        assert found(client, OLD + NEW) == OLD + NEW
+        assert found(client, MANY + NEW) == MANY + NEW
         client.store([9001])
         no_damage(settle(path))
 
@@ -121,11 +132,56 @@ def test_a_purge_is_for_a_directory_that_opens_later_too(
         admin.join("admin")
         admin.send(wire.Purge())
         said = admin.expect(wire.Refused)
-        assert "not every SSD has taken it" in said.reason
+        assert f"it is purged here, but not in {directory}, which this manager could not open" in said.reason
         other.kill()
         until(lambda: "not tried again" in status(path)["closed_logs"][0]["reason"], "it is given up")
         assert not status(path)["logs"]
-        assert set(client.tiers(OLD)) == {0}
+        assert set(client.tiers(MANY)) == {0}
+
+
+def test_an_engines_own_manager_serves_without_a_directory_that_cannot_be_used(folder: Path) -> None:
+    (folder / "ssd" / "kvhold.tombstones").mkdir(parents=True)
+    path = folder / "e-1.sock"
+    with embedded(path, f"{folder}/ssd:64MiB"):
+        client = Client(path, SMALL, Known())
+        client.store([1, 2, 3])
+        assert found(client, [1, 2, 3]) == [1, 2, 3]
+        assert "Is a directory" in status(path)["closed_logs"][0]["reason"]
+        (folder / "ssd" / "kvhold.tombstones").rmdir()
+        until(lambda: status(path)["logs"], "the directory is open")
+
+
+class Opened:
+    """A store that is told of nothing."""
+
+    closed = False
+
+    def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
+        tell(ev.LogOpened(log, 4, 1 << 20, 0))
+
+    def close(self, seconds: float) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("quarantined", [0, 1])
+def test_a_directory_that_opens_later_is_known_at_once_or_never(folder: Path, quarantined: int) -> None:
+    """To the core, that is: it hears of the directory before anything is purged or put into quarantine again."""
+    config = ManagerConfig(folder / "s", 4 << 20)
+    memory = ArenaMemory(config.dram, huge_pages=False)
+    with closing(Listener(config.socket)) as listener:
+        server = Server(config, listener, memory)
+        server.core.counters["quarantined"] = quarantined
+        store, ssd = Opened(), SsdConfig(folder / "ssd", 64 << 20, 0)
+        latecomer = Latecomer(ssd, memory.view, "in use", server.adopt)
+        server.latecomers.append(latecomer)
+        server.adopt(latecomer, store)  # type: ignore[arg-type]
+        assert server.latecomers
+        server._calls.get_nowait()()
+        assert (list(server.core.storage.devices), server.latecomers) == (
+            ([], [latecomer]) if quarantined else ([1], [])
+        )
+        assert store.closed == bool(quarantined)
+        assert ("a restore has failed" in latecomer.reason) == bool(quarantined)
 
 
 def test_a_flush_says_how_much_is_on_ssd(serve: Serve, folder: Path) -> None:
@@ -143,4 +199,4 @@ def test_a_flush_says_how_much_is_on_ssd(serve: Serve, folder: Path) -> None:
     assert status(manager.socket)["objects"] == there
     manager.kill()
     manager = serve(dram="8MiB")
-    assert "uses no SSD: nothing outlasts it" in kvhold("flush", "--socket", str(manager.socket), code=1)
+    assert "has no SSD open: nothing outlasts it" in kvhold("flush", "--socket", str(manager.socket), code=1)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvhold.units import format_size, parse_duration, parse_size
+from kvhold.units import exact_size, format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,11 @@ def test_durations(text: str, seconds: float) -> None:
 def test_what_is_not_a_duration_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(text))):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0B"), (1023, "1023B"), (1261568, "1232KiB"), (3 << 20, "3MiB"), (5 << 40, "5TiB")]
+)
+def test_exact_sizes_are_read_as_they_are_written(size: int, text: str) -> None:
+    assert exact_size(size) == text
+    assert parse_size(text) == size

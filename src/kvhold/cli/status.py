@@ -69,7 +69,10 @@ def flush(socket: Socket = None) -> None:
     answer = ask(socket, wire.Flush(), _DISK_SECONDS)
     assert isinstance(answer, wire.Flushed)
     if not answer.directories:
-        fail(f"the manager on {socket} uses no SSD: nothing outlasts it; `kvhold serve --ssd PATH:SIZE` gives it one")
+        fail(
+            f"the manager on {socket} has no SSD open: nothing outlasts it; `kvhold status` names directories that it "
+            "waits for, `kvhold serve --ssd PATH:SIZE` gives it one"
+        )
     typer.echo(f"flushed: the manager on {socket}: {answer.on_ssd} of {answer.objects} objects are on SSD")
 
 
@@ -93,10 +96,8 @@ def purge(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--older-than") from None
     channel = connect(socket)
-    if name and groups_of(channel, name) == ([], False):
-        fail(
-            f"nothing was purged: the manager on {channel.path} knows no namespace {namespace}; "
-            "`kvhold status` lists those that it has"
-        )
+    unknown = bool(name) and groups_of(channel, name) == ([], False)
     ask_on(channel, wire.Purge(name, older), _DISK_SECONDS)
     typer.echo(f"purged: the manager on {channel.path}")
+    if unknown:  # its SSD may have what there was no room to know of
+        typer.echo(f"it knew no namespace {namespace}; `kvhold status` lists those that it has", err=True)

@@ -218,6 +218,7 @@ class Control:
         if slots is not None:
             self._send(wire.Close(space))
             self.give_back(space, slots)
+        self._granted.pop(space, None)
 
     @property
     def silent(self) -> bool:

@@ -9,7 +9,7 @@ from kvhold import protocol as wire
 from kvhold.core.arena import ALIGN
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.limits import Limits, Quota
-from kvhold.units import LEAST_WRITE_RATE, format_size
+from kvhold.units import LEAST_WRITE_RATE, exact_size, format_size
 
 CHANGEABLE = (
     "prepared_share",
@@ -116,7 +116,7 @@ def _check_quota(namespace: bytes, quotas: Mapping[bytes, Quota], arena: int, la
             "raise the limit"
         )
     if quota.floor + others > arena:
-        left = format_size(max(0, arena - others))
+        left = exact_size(max(0, arena - others))
         besides = f", of which others' floors take {format_size(others)}" if others else ""
         raise wire.ProtocolError(
             f"quota of {name}: its floor of {floor} cannot be kept: the arena has {format_size(arena)}{besides}; "
@@ -124,7 +124,7 @@ def _check_quota(namespace: bytes, quotas: Mapping[bytes, Quota], arena: int, la
         )
     if quota.limit < largest:
         raise wire.ProtocolError(
-            f"quota of {name}: its limit of {limit} has no room for an object; give {format_size(largest)} or more"
+            f"quota of {name}: its limit of {limit} has no room for an object; give {exact_size(largest)} or more"
         )
 
 

@@ -54,7 +54,10 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         if ssd.path.resolve() in [other.path.resolve() for other in config.ssd[:index]]:
             raise ConfigError(f"ssd: {ssd.path} is given twice; name each directory once, with its whole size")
         try:
-            stores.append(SsdStore(ssd, memory.view))
+            store = SsdStore(ssd, memory.view)
+            if config.starter_fd is not None:
+                store.trim()  # nothing is left that could refuse this start
+            stores.append(store)
         except ConfigError as error:
             if config.starter_fd is None:
                 raise
@@ -68,8 +71,9 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         from kvhold.manager.http import serve_http
 
         address = serve_http(server, *config.http)
-    for store in stores:  # a start that is refused changes nothing on an SSD
-        store.open()
+    if config.starter_fd is None:
+        for store in stores:  # a start that is refused has taken nothing from an SSD
+            store.trim()
     server.wait_for(Latecomer(ssd, memory.view, reason, server.adopt) for ssd, reason in late)
     for number in _ENDINGS:
         signal.signal(number, lambda *_: server.stop())

@@ -112,9 +112,12 @@ class Server:
         """Use a directory that could not be opened when this manager started."""
 
         def adopted() -> None:
+            if self.core.counters["quarantined"] and not latecomer.forgone:
+                latecomer.forgone = "it may hold objects of which a restore has failed"
             if latecomer.forgone:
                 store.close(0)
                 return
+            log.info("ssd: %s is open now", latecomer.path)
             self.latecomers.remove(latecomer)
             number = max(self.stores, default=0) + 1
             self.stores[number] = store
@@ -122,11 +125,6 @@ class Server:
 
         self._calls.put(adopted)
         self._wake()
-
-    def _forget_latecomers(self) -> None:
-        """A directory that is not open takes no purge: what it has must not come back later, under this manager."""
-        for latecomer in self.latecomers:
-            latecomer.forgone = True
 
     def _wake(self) -> None:
         try:
@@ -197,8 +195,13 @@ class Server:
         self._apply(self.core.handle(event, time.monotonic_ns()))
 
     def _from_store(self, event: ev.Event) -> None:
-        """From a store's thread: what a log found, or that an I/O ended. Waits while too much that was found waits."""
-        if not isinstance(event, ev.Recovered):
+        """From a store's thread: what a log found, or that an I/O ended. Waits while too much that was found waits.
+
+        That a log was opened is told on the loop's own: from then on the core knows it, and it takes every purge.
+        """
+        if isinstance(event, ev.LogOpened):
+            self._handle(event)
+        elif not isinstance(event, ev.Recovered):
             self._calls.put(lambda: self._handle(event))
         else:
 
@@ -405,7 +408,8 @@ class Server:
                 if not 0 <= older < 1e9:
                     raise wire.ProtocolError(f"a purge of what is older than {older} s")
                 log.info("purge of %s%s", namespace.hex() or "everything", f" older than {older:g} s" if older else "")
-                self._forget_latecomers()
+                for latecomer in self.latecomers:
+                    latecomer.forgone = "it would bring back what was purged meanwhile"
                 self._waiting[connection.id] = time.monotonic() + DISK_SECONDS
                 self._handle(ev.Purge(namespace, int(older * 1e9), connection.id))
             case wire.Flush():
@@ -492,7 +496,9 @@ class Server:
                     name = f"{connection.id}/{op}"
                     log.warning("%s: restore of operation %s takes longer than %d s", connection, name, seconds)
                 case ev.Purged(session, durable):
-                    self._ended(session, wire.Purged() if durable and not self.latecomers else None)
+                    if durable and self.latecomers and self._waiting.pop(session, None) is not None:
+                        self._refuse(connection, _not_reached(self.latecomers))
+                    self._ended(session, wire.Purged() if durable else None)
                 case ev.Flushed(session, durable):
                     told = wire.Flushed(self.core.objects, self.core.catalogue.in_logs, len(self.stores))
                     self._ended(session, told if durable else None)
@@ -500,6 +506,14 @@ class Server:
                     if isinstance(effect, ev.Opened) and effect.note:
                         log.warning("%s: nothing can be kept: %s", connection, effect.note)
                     self._send(connection, message_of(effect))
+
+
+def _not_reached(latecomers: Sequence[Latecomer]) -> str:
+    paths = ", ".join(str(latecomer.path) for latecomer in latecomers)
+    return (
+        f"it is purged here, but not in {paths}, which this manager could not open: what that has is found again once "
+        "a manager opens it; purge again then, or remove it"
+    )
 
 
 def _decode(body: bytes) -> wire.ClientMessage:

@@ -8,11 +8,11 @@ from dataclasses import fields
 
 from kvhold.core import events as ev
 from kvhold.manager.config import ConfigError, SsdConfig
-from kvhold.tiers.ssd.directory import Claim, claim_log
+from kvhold.tiers.ssd.directory import claim_log, trim_log
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.tiers.ssd.format import SegmentHead
 from kvhold.tiers.ssd.recover import Found, Recovery
-from kvhold.tiers.ssd.survey import DirectoryError
+from kvhold.tiers.ssd.survey import DirectoryError, Log
 
 log = logging.getLogger(__name__)
 
@@ -25,24 +25,25 @@ AGAIN_SECONDS = 10.0
 
 
 class SsdStore:
-    """A directory's log. The directory is this process's from now on; nothing in it changes before :meth:`open`.
+    """A directory's log. The directory is this process's from now on; nothing in it is lost before :meth:`trim`.
 
-    Raises ConfigError, as :meth:`open` does, if it cannot be used.
+    Raises ConfigError, as :meth:`trim` does, if it cannot be used.
     """
 
     def __init__(self, config: SsdConfig, arena: memoryview) -> None:
-        self._claim = _claim(config)
+        self._log = _claim(config)
         self._config = config
         self._arena = arena
         self._executor: Executor | None = None
         self._recovered_seconds: float | None = None
         self._closing = False
 
-    def open(self) -> None:
+    def trim(self) -> None:
         """Make the log ready to be started. Takes away what a smaller budget has no room for."""
         try:
-            self._log = self._claim.open(self._config.min_free)
+            trim_log(self._log)
         except DirectoryError as error:
+            self._log.close()
             raise ConfigError(str(error)) from None
         self._recovery = Recovery(self._log)
 
@@ -111,34 +112,37 @@ class Latecomer(threading.Thread):
     ) -> None:
         super().__init__(name="kvhold-ssd-latecomer", daemon=True)
         self.path = config.path
-        self.reason = reason
-        self.forgone = False
+        self.forgone = ""
+        """Why it is not tried any more."""
+        self._reason = reason
         self._config = config
         self._arena = arena
         self._adopt = adopt
+
+    @property
+    def reason(self) -> str:
+        return f"{self._reason}; it is not tried again: {self.forgone}" if self.forgone else self._reason
 
     def run(self) -> None:
         while True:
             time.sleep(AGAIN_SECONDS)
             if self.forgone:
-                self.reason += "; and not tried again, because it would bring back what was purged meanwhile"
                 return
             try:
                 store = SsdStore(self._config, self._arena)
-                store.open()
+                store.trim()
             except ConfigError as error:
-                self.reason = str(error)
+                self._reason = str(error)
             else:
-                log.info("ssd: %s is open now", self.path)
                 self._adopt(self, store)
                 return
 
 
-def _claim(config: SsdConfig) -> Claim:
+def _claim(config: SsdConfig) -> Log:
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return claim_log(config.path, config.size)
+            return claim_log(config.path, config.size, min_free=config.min_free)
         except DirectoryError as error:
             if "in use" not in str(error) or time.monotonic() > end:
                 raise ConfigError(str(error)) from None

@@ -9,7 +9,7 @@ MAX_FRAME = 4 << 20
 """Longest frame, in bytes: a query of 65,536 keys of 32 bytes fits."""
 MAX_KEYS = 65_536
 """Keys in one query."""
-VERSION = 3
+VERSION = 4
 """Version of the protocol; both sides must speak the same."""
 PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)
 """What a client sends before its first frame."""

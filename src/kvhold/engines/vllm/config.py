@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvhold.client.paths import embedded_socket
+from kvhold.client.paths import default_socket
 from kvhold.host import check_dram, check_huge_pages, check_socket, default_dram
 from kvhold.units import LEAST_SSD, format_size, parse_size
 
@@ -99,12 +99,11 @@ def _check_named(socket: str, settings: Settings) -> None:
 
 def _check_own(settings: Settings) -> None:
     """Check what the engine would start its own manager with."""
-    path = embedded_socket("any")  # all of them are equally long
     try:
-        check_socket(path)
+        check_socket(default_socket())  # an own manager's is longer, but may not be needed
     except ValueError as error:
         raise ValueError(
-            f"kvhold: the engine's own manager would listen on {str(path)!r}, which is {error} with XDG_RUNTIME_DIR"
+            f"kvhold: no manager can listen on {str(default_socket())!r}, which is {error} with XDG_RUNTIME_DIR"
         ) from None
     dram = default_dram()
     if settings.dram is not None:

@@ -54,7 +54,6 @@ class Asked:
     space: int
     keys: Sequence[bytes]
     found: dict[bytes, Published] = field(default_factory=dict)
-    changed: set[bytes] = field(default_factory=set)  # since it was asked; of these the manager has said more
 
 
 class CacheEvents:
@@ -69,6 +68,7 @@ class CacheEvents:
         self._announced: dict[int, dict[bytes, None]] = {}  # by space; no more than the manager has objects
         self._under_way: dict[tuple[int, bytes], Published] = {}  # by space and key; no more than there are credits
         self._asked: list[Asked] = []
+        self._open: dict[tuple[int, bytes], Asked] = {}  # that of which the manager has not said more since
         self._events: list[KVCacheEvent] = []
         control.watcher = self
 
@@ -78,6 +78,7 @@ class CacheEvents:
         """A session has begun: ``spaces``, by group, are those without an adapter; no other is open yet."""
         self._under_way.clear()
         self._asked.clear()
+        self._open.clear()
         former = [self._announced.pop(space, {}) for space in self._plain] or [{} for _ in spaces]
         for space in list(self._announced):
             self._withdraw(space, list(self._announced[space]))
@@ -149,17 +150,22 @@ class CacheEvents:
                 start, end = block * size, min((block + 1) * size, tokens)
                 if end % size == 0 or self._groups[part.group].handed:
                     name, parent = key(request, end), key(request, start) if start else b""
-                    if name not in self._announced[space]:
+                    if name not in self._announced[space] and (space, name) not in self._open:
                         found[name] = Published(request, parent, start, end)
             if found:
                 self._ask(space, list(found), found)
 
     def _ask(self, space: int, keys: Sequence[bytes], found: dict[bytes, Published] | None = None) -> None:
         ticket = self._control.look(((space, b"".join(keys)),))
-        self._asked.append(Asked(ticket, space, keys, found or {}))
+        asked = Asked(ticket, space, keys, found or {})
+        self._asked.append(asked)
+        self._open.update(((space, key), asked) for key in keys)
 
     def _end(self, asked: Asked) -> None:
         self._asked.remove(asked)
+        for key in asked.keys:
+            if self._open.get((asked.space, key)) is asked:
+                del self._open[asked.space, key]
         self._control.release((asked.ticket,))
 
     @property
@@ -176,21 +182,17 @@ class CacheEvents:
     def stored(self, space: int, keys: Sequence[bytes]) -> None:
         if space not in self._group_of:
             return
-        self._hear(space, keys)
         for key in keys:
+            self._open.pop((space, key), None)
             published = self._under_way.pop((space, key), None)
             if published is not None:
                 self._announce(space, key, published)
 
     def removed(self, space: int, keys: Sequence[bytes]) -> None:
         if space in self._group_of:
-            self._hear(space, keys)
+            for key in keys:
+                self._open.pop((space, key), None)
             self._withdraw(space, keys)
-
-    def _hear(self, space: int, keys: Sequence[bytes]) -> None:
-        for each in self._asked:
-            if each.space == space:
-                each.changed.update(keys)
 
     def take(self) -> Iterator[KVCacheEvent]:
         """Events since the last call."""
@@ -200,9 +202,10 @@ class CacheEvents:
         for each in list(self._asked):
             tiers = self._control.residency(each.ticket, patient=False)
             if tiers is not None:
-                self._end(each)
                 [here] = tiers
-                told = [(key, tier) for key, tier in zip(each.keys, here, strict=False) if key not in each.changed]
+                pairs = zip(each.keys, here, strict=False)
+                told = [(key, tier) for key, tier in pairs if self._open.get((each.space, key)) is each]
+                self._end(each)
                 self._withdraw(each.space, [key for key, tier in told if not tier])
                 for key, tier in told:
                     if tier and key in each.found:

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from errno import EIO
 from pathlib import Path
 from typing import Final
@@ -62,44 +61,22 @@ def least_budget(segment_bytes: int) -> int:
     return segments + min(16 << 20, max(64 << 10, -(-segments // (63 * BLOCK)) * BLOCK))
 
 
-@dataclass
-class Claim:
-    """A directory that is this process's from now on; nothing in it has changed, and it is known to be enough."""
+def claim_log(
+    path: Path,
+    budget: int,
+    *,
+    min_free: int = MIN_FREE,
+    segment_bytes: int | None = None,
+    files: FileLayer | None = None,
+) -> Log:
+    """Open the log in ``path``, or create one, for this process alone, in at most ``budget`` bytes of disk.
 
-    path: Path
-    budget: int
-    segment_bytes: int  # of a new log
-    files: FileLayer
-    lock: int | None
-    found: LogHead | None = None
-    names: dict[str, int] = field(default_factory=dict)
-    bad: bool = False
-
-    def open(self, min_free: int = MIN_FREE) -> Log:
-        """The log in it, or a new one; the directory is the log's then. Raises DirectoryError."""
-        try:
-            with _explained(self.path):
-                opened = _open(self)
-                opened.min_free = min_free
-                _warn_of_room(opened)
-                opened._lock, self.lock = self.lock, None
-                return opened
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        if self.lock is not None:
-            self.files.close(self.lock)
-            self.lock = None
-
-
-def claim_log(path: Path, budget: int, *, segment_bytes: int | None = None, files: FileLayer | None = None) -> Claim:
-    """Claim ``path``, which may hold a log, for one in at most ``budget`` bytes of disk. Raises DirectoryError.
-
-    So that a start that fails for another reason has taken nothing away. ``segment_bytes`` is for new logs; an existing
-    one keeps its own.
+    Nothing of a log that is there has changed; :func:`trim_log` comes before anything else. So a start that fails for
+    another reason has taken nothing away. ``segment_bytes`` is for new logs; an existing one keeps its own. Raises
+    DirectoryError.
     """
     files = files or RealFiles()
+    lock = None
     with _explained(path):
         try:
             files.make_directory(path)
@@ -113,14 +90,37 @@ def claim_log(path: Path, budget: int, *, segment_bytes: int | None = None, file
             raise DirectoryError(
                 f"ssd: {path} is in use by another kvhold manager; stop that one, or give this one another directory"
             ) from None
-        claim = Claim(path, budget, segment_bytes or segment_size(budget), files, lock)
         try:
-            claim.found, claim.names, claim.bad = identify(path, files)
-            _check_budget(claim)
-        except BaseException:
-            claim.close()
-            raise
-    return claim
+            opened = _open(path, budget, segment_bytes or segment_size(budget), files)
+            opened.min_free = min_free
+            opened._lock, lock = lock, None
+            return opened
+        finally:
+            if lock is not None:
+                files.close(lock)
+
+
+def trim_log(opened: Log) -> None:
+    """Take away what the budget has no room for. Nothing is allocated yet. Raises DirectoryError."""
+    with _explained(opened.path):
+        usable = opened.budget - reserve_bytes(opened.budget)
+        segments = usable // opened.segment_bytes
+        if segments > MAX_SEGMENTS:
+            log.warning(
+                "ssd: %s: %s are more than %d segments of %s, the most that a log has: the rest is not used; a new "
+                "log, in an empty directory, would have larger ones",
+                opened.path,
+                format_size(opened.budget),
+                MAX_SEGMENTS,
+                format_size(opened.segment_bytes),
+            )
+        _shrink(opened, min(segments, MAX_SEGMENTS))
+        opened.tombstones.limit = reserve_bytes(opened.budget) // 2 - 2 * BLOCK  # twice that, while it is rewritten
+        try:
+            opened.tombstones.compact(_oldest_seq(opened))
+        except OSError as error:
+            log.warning("ssd: %s: tombstones not compacted: %s", opened.path, error)
+        _warn_of_room(opened)
 
 
 def open_log(
@@ -131,8 +131,14 @@ def open_log(
     segment_bytes: int | None = None,
     files: FileLayer | None = None,
 ) -> Log:
-    """Claim a directory and open its log at once. Nothing is allocated yet. Raises DirectoryError."""
-    return claim_log(path, budget, segment_bytes=segment_bytes, files=files).open(min_free)
+    """Claim a log and trim it at once. Raises DirectoryError."""
+    opened = claim_log(path, budget, min_free=min_free, segment_bytes=segment_bytes, files=files)
+    try:
+        trim_log(opened)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 @contextmanager
@@ -172,55 +178,32 @@ def in_use(path: Path, files: FileLayer | None = None) -> bool:
     return False
 
 
-def _check_budget(claim: Claim) -> None:
-    """Whether the budget is enough for a new log, or for what is there: too few segments would be next to nothing."""
-    usable, present = claim.budget - reserve_bytes(claim.budget), segment_numbers(claim.names)
-    if claim.found is not None and usable // claim.found.segment_bytes < MIN_SEGMENTS:
-        if present:
-            size = claim.found.segment_bytes
-            raise DirectoryError(
-                f"ssd: {format_size(claim.budget)} for {claim.path} is too small for the log that is there, which has "
-                f"{len(present)} segments of {format_size(size)}; give at least {format_size(least_budget(size))}, or "
-                f"remove {claim.path}/kvhold* to begin anew with smaller ones"
-            )
-        claim.found = None
-    size = claim.segment_bytes
-    if claim.found is None and (size % BLOCK or size < _LEAST_SEGMENT or usable // size < MIN_SEGMENTS):
-        raise DirectoryError(
-            f"ssd: {format_size(claim.budget)} for {claim.path} is too small for segments of {format_size(size)}; "
-            f"give at least {format_size(least_budget(size))}"
-        )
-
-
-def _open(claim: Claim) -> Log:
-    path, files, found, names, bad = claim.path, claim.files, claim.found, claim.names, claim.bad
+def _open(path: Path, budget: int, segment_bytes: int, files: FileLayer) -> Log:
+    found, names, bad = identify(path, files)
     present = segment_numbers(names)
-    usable = claim.budget - reserve_bytes(claim.budget)
-    removed = 0
+    usable, removed = budget - reserve_bytes(budget), 0
+    if found is not None and usable // found.segment_bytes < MIN_SEGMENTS:
+        if present:  # too few segments would be next to nothing
+            size = found.segment_bytes
+            raise DirectoryError(
+                f"ssd: {format_size(budget)} for {path} is too small for the log that is there, which has "
+                f"{len(present)} segments of {format_size(size)}; give at least {format_size(least_budget(size))}, or "
+                f"remove {path}/kvhold* to begin anew with smaller ones"
+            )
+        found = None
     if found is None:
-        removed = _remove(path, files, present)
+        if segment_bytes % BLOCK or segment_bytes < _LEAST_SEGMENT or usable // segment_bytes < MIN_SEGMENTS:
+            raise DirectoryError(
+                f"ssd: {format_size(budget)} for {path} is too small for segments of {format_size(segment_bytes)}; "
+                f"give at least {format_size(least_budget(segment_bytes))}"
+            )
+        removed = _remove(path, files, present)  # they are nobody's
         files.remove(path / TOMBSTONES_FILE)
-        found, present, bad = _create(path, files, claim.segment_bytes), [], False
+        found, present, bad = _create(path, files, segment_bytes), [], False
     elif bad:
         _write_log(path, files, found)
     opened = survey(path, files, found, present, names, bad)
-    opened.removed_segments = removed
-    segments = usable // found.segment_bytes
-    if segments > MAX_SEGMENTS:
-        log.warning(
-            "ssd: %s: %s are more than %d segments of %s, the most that a log has: the rest is not used; a new log, in "
-            "an empty directory, would have larger ones",
-            path,
-            format_size(claim.budget),
-            MAX_SEGMENTS,
-            format_size(found.segment_bytes),
-        )
-    _shrink(opened, min(segments, MAX_SEGMENTS))
-    opened.tombstones.limit = reserve_bytes(claim.budget) // 2 - 2 * BLOCK  # twice that, while it is rewritten
-    try:
-        opened.tombstones.compact(_oldest_seq(opened))
-    except OSError as error:
-        log.warning("ssd: %s: tombstones not compacted: %s", path, error)
+    opened.budget, opened.removed_segments = budget, removed
     return opened
 
 

@@ -41,6 +41,7 @@ class Log:
     heads: list[SegmentHead | Flaw | None]
     tombstones: Tombstones
     newest_seq: int
+    budget: int = 0
     min_free: int = 0
     foreign_files: int = 0
     removed_segments: int = 0
