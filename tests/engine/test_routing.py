@@ -1,5 +1,7 @@
 """What a router is told: exactly what kvhold could restore for this engine, in order, as it happens."""
 
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 from bed import LLM, drain, generate, prompt, scheduler, settle, step
 from families import FAMILIES, weights
+from fuzz import drive, requests
 from kvhold_bed import attached, scheduler_side, serving, until
 from manager_process import Manager
 from test_identity import LORA, ask, ready, write_adapter
@@ -18,12 +21,17 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvhold.engines.vllm.adapters as adapters_module
+import kvhold.engines.vllm.events as events_module
 import kvhold.engines.vllm.spaces as spaces_module
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 
 GROUPED = ("gemma3", "granite_partial")
 EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
+
+
+class Cleared(AllBlocksCleared):
+    """One of ours: the engine's own look alike."""
 
 
 class Router:
@@ -37,6 +45,8 @@ class Router:
 
     def _publish(self, batch: Any) -> None:
         for event in batch.events:
+            if isinstance(event, Cleared):
+                self.blocks.clear()
             if isinstance(event, AllBlocksCleared):
                 self.events.append(event)  # also of the engine's own cache, which is none of this router's business
             elif event.medium == "CPU":
@@ -270,3 +280,35 @@ def test_adapters_are_announced_as_long_as_they_are_spoken_of(
         generate(llm, [prompt(200, 1)])
         told(llm)
         assert lora_names() == {"a1", "a2", None}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])
+def test_at_random(tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Too little DRAM, lost managers, resets: what is announced in the end is there, and was the same all the time."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(events_module, "AllBlocksCleared", Cleared)
+    manager = Manager(short_folder, dram="2MiB")
+    options = {"max_num_batched_tokens": 96, "max_num_seqs": 6, "max_model_len": 256, "num_gpu_blocks_override": 44}
+    family = next(f for f in FAMILIES if f.name == ("mistral" if seed % 2 else "gemma3"))
+    try:
+        with weights(), routed(family.write(tmp_path), manager, monkeypatch, credits=1, **options) as (llm, router):
+            prompts, limits = requests(rng, 60, 20, 180, 50, 8)
+            drive(llm, manager, monkeypatch, rng, prompts, limits, faults=seed % 3 == 1)
+            until(lambda: attached(llm), "attached at the end")
+
+            def right() -> bool:
+                generate(llm, [prompt(3, 999)], 1)
+                told(llm)
+                return set(router.blocks) <= keys_of(manager.socket, llm)
+
+            until(right, "nothing is announced that is not there")
+            announced = [event for event in router.events if isinstance(event, BlockStored)]
+            tokens: dict[Any, set[tuple[int, ...]]] = defaultdict(set)
+            for event in announced:
+                for number, key in enumerate(event.block_hashes):
+                    size = event.block_size
+                    tokens[event.group_idx, key].add(tuple(event.token_ids[number * size : (number + 1) * size]))
+            assert all(len(found) == 1 for found in tokens.values())
+            assert seed or (tokens and any(isinstance(event, BlockRemoved) for event in router.events))
+    finally:
+        manager.kill()
