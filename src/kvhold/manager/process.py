@@ -77,6 +77,8 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
     server.wait_for(Latecomer(ssd, memory.view, reason, server.adopt) for ssd, reason in late)
     for number in _ENDINGS:
         signal.signal(number, lambda *_: server.stop())
+    # The kernel may give a signal to any thread, and the loop's, which alone runs the handler, may sleep meanwhile.
+    signal.set_wakeup_fd(server.wake_descriptor, warn_on_full_buffer=False)
     listener.listen()
     log.info(
         "kvhold %s on %s: %s of DRAM%s in pages of %s%s%s",

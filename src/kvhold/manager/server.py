@@ -78,7 +78,7 @@ class Server:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._recovering = threading.BoundedSemaphore(RECOVERING)
         self._waiting: dict[int, float] = {}  # by session that asked for what disks must do, until when
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self.wake_descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = False
         self._starter = self._watch_starter()
 
@@ -128,7 +128,7 @@ class Server:
 
     def _wake(self) -> None:
         try:
-            os.write(self._wake_write, b"\0")
+            os.write(self.wake_descriptor, b"\0")
         except OSError:
             pass
 
