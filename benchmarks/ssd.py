@@ -25,7 +25,7 @@ from figures import in_turns, ratios, spread
 
 from kvhold.core import events as ev
 from kvhold.core.segments import HEADER
-from kvhold.tiers.ssd.directory import open_log
+from kvhold.tiers.ssd.directory import claim_log, trim_log
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.units import format_size, parse_size
 
@@ -42,7 +42,8 @@ class Tier:
         self.count = (SEGMENT - (1 << 20)) // (size + HEADER)
         self.arena = mmap.mmap(-1, self.count * size)
         self.arena[:] = os.urandom(1 << 20) * (len(self.arena) >> 20) + bytes(len(self.arena) % (1 << 20))
-        self.log = open_log(folder, 6 * SEGMENT, min_free=0, segment_bytes=SEGMENT)
+        self.log = claim_log(folder, 6 * SEGMENT, min_free=0, segment_bytes=SEGMENT)
+        trim_log(self.log)
         self.executor = Executor(self.log, memoryview(self.arena), self._done, readers=READERS)
         self.failed = 0
         self.io = 0

@@ -19,7 +19,7 @@ from kvhold.core import events as ev
 from kvhold.core.segments import HEADER, footer_bytes, table_bytes
 from kvhold.manager.config import SsdConfig
 from kvhold.manager.ssd import SsdStore
-from kvhold.tiers.ssd.directory import open_log, reserve_bytes
+from kvhold.tiers.ssd.directory import claim_log, reserve_bytes, trim_log
 from kvhold.tiers.ssd.files import blocks
 from kvhold.tiers.ssd.footer import Entry, encode_footer
 from kvhold.tiers.ssd.format import FROM_MANAGER, RecordHead, SegmentHead, encode_record, encode_segment
@@ -36,7 +36,8 @@ def make(folder: Path, records: int, footers: bool) -> int:
     segments = -(-records // PER_SEGMENT)
     budget = (segments + 4) * SEGMENT
     budget += reserve_bytes(budget) + (32 << 20)
-    log = open_log(folder, budget, min_free=0, segment_bytes=SEGMENT)
+    log = claim_log(folder, budget, min_free=0, segment_bytes=SEGMENT)
+    trim_log(log)
     block, now = blocks(HEADER), time.time_ns()
     for number in range(segments):
         with log.segment_path(number).open("wb") as file:

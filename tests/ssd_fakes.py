@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock
+from typing import Any
 
 from kvhold.core.events import Forget, Read, Reuse, Seal, Stored, ToLog, Write
 from kvhold.core.segments import BLOCK, HEADER
-from kvhold.tiers.ssd.directory import open_log
+from kvhold.tiers.ssd.directory import claim_log, trim_log
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.tiers.ssd.files import blocks, check_aligned
 from kvhold.tiers.ssd.footer import Record
@@ -21,6 +22,13 @@ from kvhold.tiers.ssd.survey import Log, segment_head, segment_name
 
 SECTOR = 512
 ROOT = Path("/ssd")
+
+
+def open_log(path: Path, budget: int, **how: Any) -> Log:
+    """What a manager does with a directory, with nothing between the claim and the rest."""
+    opened = claim_log(path, budget, **how)
+    trim_log(opened)
+    return opened
 
 
 @dataclass

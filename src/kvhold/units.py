@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from pathlib import Path
 
 _FACTORS = {
     "": 1,
@@ -53,6 +54,22 @@ def exact_size(size: int) -> str:
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
     return f"{size}B"
+
+
+def parse_directory(text: str) -> tuple[Path, int]:
+    """An SSD directory, absolute, and the bytes that it may hold, of ``PATH:SIZE``. Raises ValueError."""
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise ValueError(f"{text!r} is not PATH:SIZE, e.g. /var/cache/kvhold:500GiB")
+    if not Path(path).is_absolute():
+        raise ValueError(f"ssd: {path!r} is not an absolute path; write it like /var/cache/kvhold:500GiB")
+    try:
+        budget = parse_size(size)
+    except ValueError as error:
+        raise ValueError(f"ssd: {text!r}: {error}") from None
+    if budget < LEAST_SSD:
+        raise ValueError(f"ssd: {format_size(budget)} for {path} is too small; give at least {format_size(LEAST_SSD)}")
+    return Path(path), budget
 
 
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([smhd])\s*$", re.IGNORECASE)

@@ -6,6 +6,8 @@ from unittest.mock import patch as patching
 
 import pytest
 from bed import LLM, Output, Tokens, abort, add, prompt, scheduler, settle, step
+from families import Bench, same, weights
+from kvhold_bed import attached, check_identity, counting, status, until
 from manager_process import Manager
 
 import kvhold.copy.host as host
@@ -143,3 +145,34 @@ def drive(
         settle(llm)
     assert set(done) | aborted >= {str(i) for i in range(len(prompts))}
     return {int(name): output for name, output in done.items()}, {int(name) for name in preempted}
+
+
+def check_at_random(
+    bench: Bench,
+    patch: pytest.MonkeyPatch,
+    rng: random.Random,
+    prompts: list[Tokens],
+    limits: list[int],
+    faults: bool,
+    **options: Any,
+) -> None:
+    """Whatever finishes is what the engine says without kvhold, and nothing leaks.
+
+    Only what was preempted, and so partly decoded before and prefilled after, may differ by the noise of that.
+    """
+    family = bench.family
+    with weights(), counting() as counts:
+        expected = bench.truth(prompts, limits)
+        try:
+            llm = bench.engine(2, max_num_batched_tokens=96, max_num_seqs=6, max_model_len=256, **options)
+            done, preempted = drive(llm, bench.manager, patch, rng, prompts, limits, faults)
+            assert len(done) > len(prompts) / 2
+            calm = max(family.batched, family.resumed)
+            noise = {i: family.any_noise if i in preempted else calm for i in done}
+            assert not {i: output for i, output in done.items() if not same(output, expected[i], noise[i])}
+            until(lambda: attached(llm), "attached at the end")
+            bench.check_nothing_held()
+            check_identity(counts)
+        finally:
+            bench.close()
+    until(lambda: not status(bench.manager.socket)["instances"], "the manager holds nothing for a closed engine")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from bed import free_blocks, reference, running
-from families import FAMILIES, LONG_FAMILIES, Bench, Family, same, weights
-from fuzz import drive, requests
+from families import FAMILIES, LONG_FAMILIES, Bench, Family
+from fuzz import check_at_random, drive, requests
 from kvhold_bed import attached, check_identity, check_nothing_held, connect, counting, status, until, warm_up
 from manager_process import Manager
 
@@ -87,26 +87,9 @@ def test_fuzz(
 def test_fuzz_of_every_kind_of_group(
     family: Family, keeper: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, faults: bool
 ) -> None:
-    """Only what was preempted, and so partly decoded before and prefilled after, may differ by the noise of that."""
-    manager = keeper
     rng = random.Random(seed)
     prompts, limits = requests(rng, REQUESTS // 2, 4, 180, 50, 26)
     settings = {"answer_deadline_ms": rng.choice([20, 200]), "save_decode_cache": rng.random() < 0.5}
-    options = {"max_num_batched_tokens": 96, "max_num_seqs": 6, "max_model_len": 256}
-    with weights(), counting() as counts:
-        bench = Bench(family, tmp_path, manager)
-        expected = bench.truth(prompts, limits)
-        try:
-            blocks = family.pool + rng.randrange(8)
-            llm = bench.engine(2, settings=settings, num_gpu_blocks_override=blocks, **options)
-            done, preempted = drive(llm, manager, monkeypatch, rng, prompts, limits, faults)
-            assert len(done) > len(prompts) / 2
-            calm = max(family.batched, family.resumed)
-            noise = {i: family.any_noise if i in preempted else calm for i in done}
-            assert not {i: output for i, output in done.items() if not same(output, expected[i], noise[i])}
-            until(lambda: attached(llm), "attached at the end")
-            bench.check_nothing_held()
-            check_identity(counts)
-        finally:
-            bench.close()
-    until(lambda: not status(manager.socket)["instances"], "the manager holds nothing for a closed engine")
+    blocks = family.pool + rng.randrange(8)
+    bench = Bench(family, tmp_path, keeper)
+    check_at_random(bench, monkeypatch, rng, prompts, limits, faults, settings=settings, num_gpu_blocks_override=blocks)

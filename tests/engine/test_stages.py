@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from bed import free_blocks, generate, prompt, settle
-from families import FAMILIES, Bench, Family, differing, same, weights
-from fuzz import Chaos, drive, requests
+from families import FAMILIES, Bench, Family, differing, weights
+from fuzz import Chaos, check_at_random, requests
 from kvhold_bed import (
-    attached,
     check_identity,
     check_nothing_held,
     counting,
@@ -104,20 +103,7 @@ def test_at_random(name: str, manager: Manager, tmp_path: Path, monkeypatch: pyt
     chaos.touch()
     monkeypatch.setenv(CHAOS, str(chaos))
     monkeypatch.setattr(Chaos, "end", lambda self: chaos.unlink(missing_ok=True))
-    settings = {"answer_deadline_ms": 200, "save_decode_cache": seed % 2 == 0}
-    options = {"max_num_batched_tokens": 96, "max_num_seqs": 6, "max_model_len": 256}
-    with weights(), counting() as counts:
-        bench = Bench(family, tmp_path, manager)
-        expected = bench.truth(prompts, limits)
-        try:
-            llm = bench.engine(2, settings=settings, num_gpu_blocks_override=family.pool + seed, **options, **STAGES)
-            done, preempted = drive(llm, manager, monkeypatch, rng, prompts, limits, seed % 2 == 0)
-            calm = max(family.batched, family.resumed)
-            noise = {i: family.any_noise if i in preempted else calm for i in done}
-            assert not {i: output for i, output in done.items() if not same(output, expected[i], noise[i])}
-            until(lambda: attached(llm), "attached at the end")
-            bench.check_nothing_held()
-            check_identity(counts)
-        finally:
-            bench.close()
-    until(lambda: not status(manager.socket)["instances"], "the sessions ended")
+    options = {"settings": {"answer_deadline_ms": 200, "save_decode_cache": seed % 2 == 0}, **STAGES}
+    options["num_gpu_blocks_override"] = family.pool + seed
+    bench = Bench(family, tmp_path, manager)
+    check_at_random(bench, monkeypatch, rng, prompts, limits, seed % 2 == 0, **options)

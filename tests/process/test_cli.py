@@ -52,12 +52,18 @@ def notes(*command: str) -> str:
 
 
 @contextmanager
-def embedded(path: Path, *options: str, **how: object) -> Iterator[subprocess.Popen[bytes]]:
+def embedded(
+    path: Path,
+    *options: str,
+    program: tuple[str, ...] = ("-m", "kvhold.manager"),
+    dram: int = 8 * MIB,
+    **how: object,
+) -> Iterator[subprocess.Popen[bytes]]:
     """A manager as an engine starts it, with its output in ``path`` + .log."""
     ours, theirs = socket.socketpair()
     with ours, theirs, path.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvhold.manager", str(path), str(8 * MIB), str(theirs.fileno()), "0", *options],
+            [sys.executable, *program, str(path), str(dram), str(theirs.fileno()), "0", *options],
             stdin=subprocess.DEVNULL,
             stderr=log,
             pass_fds=[theirs.fileno()],

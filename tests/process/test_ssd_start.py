@@ -1,18 +1,16 @@
 """Starts: what is refused has changed nothing on an SSD, and an engine's own manager waits for its directory."""
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from manager_process import Manager
 from peers import Peer, populated, status, until
-from puppet import environment
 from ssd_load import NEW, SMALL, Client, Known, no_damage, rebuilt, settle
-from test_cli import kvhold
+from test_cli import embedded, kvhold
 from test_serve import refused
 from test_ssd_bounds import begin, found
 
@@ -33,26 +31,11 @@ IMPATIENT = (
 
 
 @contextmanager
-def embedded(path: Path, *directories: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A manager as an engine starts it, but one that tries again soon."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        command = [sys.executable, "-c", IMPATIENT, str(path), str(32 << 20), str(theirs.fileno()), "0", *directories]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment(), start_new_session=True
-        )
-        try:
-            until(lambda: listens(path), "it listens")
-            populated(path)
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
-def listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
+def impatient(path: Path, directory: str, known: Known) -> Iterator[Client]:
+    """An engine with a manager of its own, one that soon tries again what it could not open."""
+    with embedded(path, directory, program=("-c", IMPATIENT), dram=32 << 20):
+        populated(path)
+        yield Client(path, SMALL, known)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -97,53 +80,58 @@ def test_a_start_that_is_refused_takes_nothing(
     assert found(Client(manager.socket, SMALL, known), MANY) == MANY
 
 
-def test_an_engines_own_manager_opens_its_directory_when_that_is_free(
-    serve: Serve, folder: Path, filled: tuple[Path, Known]
-) -> None:
+@dataclass(frozen=True)
+class Waiting:
+    """An engine whose own manager, on ``path``, waits for a directory that the manager ``other`` has."""
+
+    path: Path
+    directory: Path
+    client: Client
+    other: Manager
+
+
+@pytest.fixture
+def waiting(serve: Serve, folder: Path, filled: tuple[Path, Known]) -> Iterator[Waiting]:
     directory, known = filled
-    other = begin(serve, f"{directory}:48MiB")
-    path = folder / "e-1.sock"
-    with embedded(path, f"{directory}:48MiB"):
-        client = Client(path, SMALL, known)
-        client.store(NEW)
-        [closed] = status(path)["closed_logs"]
-        assert closed["path"] == str(directory)
-        assert "is in use by another kvhold manager" in closed["reason"]
-        assert f"ssd {directory} is not open: ssd: {directory} is in use" in kvhold("status", "--socket", str(path))
-        other.kill()
-        until(lambda: status(path)["logs"], "the directory is open")
-        rebuilt(path)
-        assert not status(path)["closed_logs"]
-        assert found(client, MANY + NEW) == MANY + NEW
-        client.store([9001])
-        no_damage(settle(path))
+    path, other = folder / "e-1.sock", begin(serve, f"{directory}:48MiB")
+    with impatient(path, f"{directory}:48MiB", known) as client:
+        yield Waiting(path, directory, client, other)
 
 
-def test_a_purge_is_for_a_directory_that_opens_later_too(
-    serve: Serve, folder: Path, filled: tuple[Path, Known]
-) -> None:
+def test_an_engines_own_manager_opens_its_directory_when_that_is_free(waiting: Waiting) -> None:
+    path, directory, client = waiting.path, waiting.directory, waiting.client
+    client.store(NEW)
+    [closed] = status(path)["closed_logs"]
+    assert closed["path"] == str(directory)
+    assert "is in use by another kvhold manager" in closed["reason"]
+    assert f"ssd {directory} is not open: ssd: {directory} is in use" in kvhold("status", "--socket", str(path))
+    waiting.other.kill()
+    until(lambda: status(path)["logs"], "the directory is open")
+    rebuilt(path)
+    assert not status(path)["closed_logs"]
+    assert found(client, MANY + NEW) == MANY + NEW
+    client.store([9001])
+    no_damage(settle(path))
+
+
+def test_a_purge_is_for_a_directory_that_opens_later_too(waiting: Waiting) -> None:
     """It cannot be told of it, so it is not used any more, and whoever purges is told that it was not reached."""
-    directory, known = filled
-    other = begin(serve, f"{directory}:48MiB")
-    path = folder / "e-1.sock"
-    with embedded(path, f"{directory}:48MiB"):
-        client = Client(path, SMALL, known)
-        admin = Peer(path)
-        admin.join("admin")
-        admin.send(wire.Purge())
-        said = admin.expect(wire.Refused)
-        assert f"it is purged here, but not in {directory}, which this manager could not open" in said.reason
-        other.kill()
-        until(lambda: "not tried again" in status(path)["closed_logs"][0]["reason"], "it is given up")
-        assert not status(path)["logs"]
-        assert set(client.tiers(MANY)) == {0}
+    path, directory = waiting.path, waiting.directory
+    admin = Peer(path)
+    admin.join("admin")
+    admin.send(wire.Purge())
+    said = admin.expect(wire.Refused)
+    assert f"it is purged here, but not in {directory}, which this manager could not open" in said.reason
+    waiting.other.kill()
+    until(lambda: "not tried again" in status(path)["closed_logs"][0]["reason"], "it is given up")
+    assert not status(path)["logs"]
+    assert set(waiting.client.tiers(MANY)) == {0}
 
 
 def test_an_engines_own_manager_serves_without_a_directory_that_cannot_be_used(folder: Path) -> None:
     (folder / "ssd" / "kvhold.tombstones").mkdir(parents=True)
     path = folder / "e-1.sock"
-    with embedded(path, f"{folder}/ssd:64MiB"):
-        client = Client(path, SMALL, Known())
+    with impatient(path, f"{folder}/ssd:64MiB", Known()) as client:
         client.store([1, 2, 3])
         assert found(client, [1, 2, 3]) == [1, 2, 3]
         assert "Is a directory" in status(path)["closed_logs"][0]["reason"]

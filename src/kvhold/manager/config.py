@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhold.core.limits import Limits
-from kvhold.units import LEAST_SSD, format_size, parse_size
+from kvhold.units import parse_directory
 
 MIN_FREE = 1 << 30
 """What stays free on an SSD's filesystem, unless told otherwise."""
@@ -42,15 +42,4 @@ class ManagerConfig:
 
 def parse_ssd(text: str, min_free: int) -> SsdConfig:
     """``PATH:SIZE`` as the directory that it names. Raises ValueError."""
-    path, colon, size = text.rpartition(":")
-    if not colon or not path:
-        raise ValueError(f"{text!r} is not PATH:SIZE, e.g. /var/cache/kvhold:500GiB")
-    if not Path(path).is_absolute():
-        raise ValueError(f"ssd: {path!r} is not an absolute path; write it like /var/cache/kvhold:500GiB")
-    try:
-        budget = parse_size(size)
-    except ValueError as error:
-        raise ValueError(f"ssd: {text!r}: {error}") from None
-    if budget < LEAST_SSD:
-        raise ValueError(f"ssd: {format_size(budget)} for {path} is too small; give at least {format_size(LEAST_SSD)}")
-    return SsdConfig(Path(path), budget, min_free)
+    return SsdConfig(*parse_directory(text), min_free)

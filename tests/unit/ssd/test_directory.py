@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items
+from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items, open_log
 
 from kvhold.core.segments import BLOCK
 from kvhold.tiers.ssd import directory
@@ -13,7 +13,6 @@ from kvhold.tiers.ssd import files as layer
 from kvhold.tiers.ssd.directory import (
     claim_log,
     open_for_reading,
-    open_log,
     reserve_bytes,
     segment_size,
 )

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssd_fakes import Driver, FakeFiles, Item, Recovered, items
+from ssd_fakes import Driver, FakeFiles, Item, Recovered, items, open_log
 
 from kvhold.core.events import Cancel, Read, Seal, Stored, Write
 from kvhold.core.segments import BLOCK, HEADER
 from kvhold.tiers.ssd import executor as executor_module
-from kvhold.tiers.ssd.directory import open_log
 from kvhold.tiers.ssd.survey import segment_name
 
 SHARDS = (BLOCK, 2 * BLOCK)

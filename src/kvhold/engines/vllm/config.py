@@ -7,7 +7,7 @@ import msgspec
 
 from kvhold.client.paths import default_socket
 from kvhold.host import check_dram, check_huge_pages, check_socket, default_dram
-from kvhold.units import LEAST_SSD, format_size, parse_size
+from kvhold.units import LEAST_SSD, format_size, parse_directory, parse_size
 
 _WRITTEN = {
     "socket": 'a path like "/run/kvhold/kvhold.sock"',
@@ -121,15 +121,12 @@ def _check_own(settings: Settings) -> None:
         except ValueError as error:
             raise _wrong("huge_pages", True, f": {error}") from None
     if settings.ssd is not None:
-        directory, _, size = settings.ssd.rpartition(":")
         try:
-            enough = parse_size(size) >= LEAST_SSD
+            parse_directory(settings.ssd)
         except ValueError:
-            enough = False
-        if not enough or not Path(directory).is_absolute():
             raise _wrong(
                 "ssd",
                 settings.ssd,
                 f"; give an absolute path and a size of at least {format_size(LEAST_SSD)}, "
                 "e.g. '/var/cache/kvhold:500GiB'",
-            )
+            ) from None

@@ -123,24 +123,6 @@ def trim_log(opened: Log) -> None:
         _warn_of_room(opened)
 
 
-def open_log(
-    path: Path,
-    budget: int,
-    *,
-    min_free: int = MIN_FREE,
-    segment_bytes: int | None = None,
-    files: FileLayer | None = None,
-) -> Log:
-    """Claim a log and trim it at once. Raises DirectoryError."""
-    opened = claim_log(path, budget, min_free=min_free, segment_bytes=segment_bytes, files=files)
-    try:
-        trim_log(opened)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
-
-
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     try:
