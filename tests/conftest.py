@@ -1,6 +1,13 @@
-"""What all tests share: ``--long``."""
+"""What all tests share: ``--long``, and that what they start can be interrupted."""
+
+import signal
 
 import pytest
+
+
+def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what it puts in the background like this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
