@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import gc
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_tra
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+PATIENCE = 60.0
+"""Seconds until what still waits is taken to hang. Steps that wait are quick: their number says nothing."""
 Tokens = list[int]
 
 
@@ -214,23 +217,24 @@ def step(llm: LLM) -> list[Output]:
     return [Output.of(request) for request in llm.llm_engine.step() if request.finished]
 
 
-def drain(llm: LLM, max_steps: int = 20_000) -> dict[str, Output]:
+def drain(llm: LLM, seconds: float = PATIENCE) -> dict[str, Output]:
     """Step until every request has its output; returns them by the id given to ``add``."""
-    return _step_while(llm, llm.llm_engine.has_unfinished_requests, max_steps)
+    return _step_while(llm, llm.llm_engine.has_unfinished_requests, seconds)
 
 
-def settle(llm: LLM, max_steps: int = 20_000) -> dict[str, Output]:
+def settle(llm: LLM, seconds: float = PATIENCE) -> dict[str, Output]:
     """Step until the scheduler holds nothing more: also delayed frees, aborted loads and the connector's own work."""
-    return _step_while(llm, scheduler(llm).has_requests, max_steps)
+    return _step_while(llm, scheduler(llm).has_requests, seconds)
 
 
-def _step_while(llm: LLM, busy: Callable[[], bool], max_steps: int) -> dict[str, Output]:
+def _step_while(llm: LLM, busy: Callable[[], bool], seconds: float) -> dict[str, Output]:
     outputs: dict[str, Output] = {}
-    for _ in range(max_steps):
-        if not busy():
-            return outputs
+    end = time.monotonic() + seconds
+    while busy():
+        if time.monotonic() > end:
+            raise TimeoutError(f"still busy after {seconds} s with {sorted(scheduler(llm).requests)}")
         outputs |= {output.request_id: output for output in step(llm)}
-    raise TimeoutError(f"still busy after {max_steps} steps with {sorted(scheduler(llm).requests)}")
+    return outputs
 
 
 def _inputs(tokens: Tokens, salt: str | None) -> Any:
