@@ -285,7 +285,7 @@ class Driver:
     def do(self, effect: ToLog) -> tuple[int, ...]:
         """Carry ``effect`` out; the positions that failed."""
         self.executor.submit(effect)
-        io, failed = self.answers.get(timeout=10)
+        io, failed = self.answers.get(timeout=60)
         assert io == effect.io
         return failed
 

@@ -48,7 +48,7 @@ class EngineProcess:
     def kill(self) -> None:
         """SIGKILL of this process alone; its children are left to notice."""
         self._process.kill()
-        self._process.wait(30)
+        self._process.wait(60)
 
     def close(self) -> int:
         """End of input: an orderly shutdown; the exit status."""

@@ -20,7 +20,7 @@ from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.worker import WorkerHalf
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 def status(socket: Path) -> dict[str, Any]:

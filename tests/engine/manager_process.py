@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-START_DEADLINE = 20.0
-EXIT_DEADLINE = 10.0
+START_DEADLINE = 60.0
+EXIT_DEADLINE = 60.0
 
 
 class Manager:
@@ -79,7 +79,7 @@ class Manager:
 
     def _accepts(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1.0)
+            probe.settimeout(10.0)
             try:
                 probe.connect(str(self.socket))
             except OSError:

@@ -254,7 +254,7 @@ def test_a_file_server_that_hangs_delays_a_request_once(adapter: LoRARequest, mo
     monkeypatch.setattr(adapters, "_stamp", hangs)
     known = Adapters(b"")
     assert known.look("first", adapter) is None
-    assert asked.wait(20)
+    assert asked.wait(60)
     monkeypatch.setattr(adapters, "_PATIENCE", 0.0)
     assert known.look("first", adapter) is False
     assert known.look("second", adapter) is False

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kvhold import protocol as wire
 from kvhold.client.arena import ArenaMapping
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 KEY_BYTES = 8
 NAMESPACE = bytes(range(32))
 SHARD = 4096

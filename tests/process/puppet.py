@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 def environment(**more: str) -> dict[str, str]:

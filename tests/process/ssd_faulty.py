@@ -23,8 +23,8 @@ from kvhold.tiers.ssd.files import RealFiles
 from kvhold.tiers.ssd.footer import Record
 from kvhold.tiers.ssd.recover import Found, Recovery
 
-ANSWER_SECONDS, RETRY_SECONDS = 0.3, 0.3
-STORE_SECONDS, DISK_SECONDS = 0.5, 0.5
+ANSWER_SECONDS, RETRY_SECONDS = 1.0, 0.3
+STORE_SECONDS, DISK_SECONDS = 1.0, 2.0
 WRITE_BATCH = 256 << 10
 """A write that hangs holds what it writes: not all of a little arena."""
 

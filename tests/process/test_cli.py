@@ -21,15 +21,16 @@ MIB = 1 << 20
 NAME = "ab" * 32
 
 
-def kvhold(*command: str, home: Path | None = None, code: int = 0) -> str:
-    """What a command says on the way it should end, in one line. ``home`` has the sockets' directory."""
-    program = "import sys; from kvhold.cli import main; sys.modules['kvhold.cli.ask']._SECONDS = 1.0; main()"
+def kvhold(*command: str, home: Path | None = None, code: int = 0, patience: float = 60.0) -> str:
+    """What a command says on the way it should end, in one line. ``home`` has the sockets' directory; ``patience`` is
+    how many seconds it waits for an answer."""
+    program = f"import sys; from kvhold.cli import main; sys.modules['kvhold.cli.ask']._SECONDS = {patience}; main()"
     more = {} if home is None else {"XDG_RUNTIME_DIR": str(home)}
     done = subprocess.run(
         [sys.executable, "-c", program, *command],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
         env=environment(COLUMNS="200", **more),
     )
@@ -103,7 +104,7 @@ def test_one_that_does_not_answer_is_named_and_no_other_is_asked(sockets: Path) 
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(str(sockets / "kvhold.sock"))
         hung.listen(5)
-        assert str(sockets / "kvhold.sock") in kvhold("purge", home=sockets.parent, code=1)
+        assert str(sockets / "kvhold.sock") in kvhold("purge", home=sockets.parent, code=1, patience=0.3)
 
 
 def test_with_several_one_must_be_named(sockets: Path) -> None:

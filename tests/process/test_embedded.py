@@ -114,7 +114,7 @@ def test_ends_when_its_starter_died_before_it_looked(run: Path) -> None:
         stdout=subprocess.PIPE,
         check=False,
         env=environment(AT=str(run / "e-1.sock")),
-        timeout=30,
+        timeout=60,
     )
     assert died.returncode == -signal.SIGKILL
     try:

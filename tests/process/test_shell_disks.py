@@ -137,7 +137,7 @@ def manager(luck: random.Random) -> Iterator[tuple[Path, SlowDisk]]:
             yield path, disk
         finally:
             server.stop()
-            loop.join(10)
+            loop.join(60)
             assert not loop.is_alive()
 
 

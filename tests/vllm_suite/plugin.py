@@ -74,7 +74,7 @@ from kvhold.engines.vllm.support import Unsupported
 
 SUBJECT = "KvHoldSubject"
 """Its name in vLLM's registry of connectors."""
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds for what takes milliseconds, before a test fails."""
 Hits = Callable[[Request, int], tuple[int | None, bool]]
 

