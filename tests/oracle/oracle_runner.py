@@ -112,10 +112,10 @@ class SlowCopier:
         job, begin, args, kwargs, failed = self._waiting[way].popleft()
         if failed:
             self._counts["copies failed"] += 1
-            if way == 0:  # some of it was copied, and less of that is known
+            if way == 0:  # not all of it was copied, and less of that is known
                 arena, parts = args
                 copies = [(group, *pair) for group, *pairs in parts for pair in zip(*pairs, strict=True)]
-                copied = self._weather.random.randint(0, len(copies))
+                copied = self._weather.random.randrange(len(copies))
                 args = (arena, [(group, [block], [offset]) for group, block, offset in copies[:copied]])
                 job.done = self._weather.random.choice([0, copied])
             self._end(begin(*args, **kwargs))
