@@ -24,6 +24,7 @@ from ssd_load import (
     no_damage,
     purge,
     rebuilt,
+    reports,
     right_records,
     settle,
 )
@@ -132,8 +133,10 @@ class Rounds:
         populated(self.manager.socket)
         for client in clients:  # while it is being rebuilt, anything may be missing, and nothing be wrong
             client.ask(self.luck.choice(CHAIN))
+            client.sync()
         rebuilt(self.manager.socket)
-        for client in clients:
+        for left, client in enumerate(clients):  # what one holds, the other may not find room beside, in four pages
+            reports(self.manager.socket, lambda said, left=left: len(said["instances"]) == len(clients) - left, "bye")
             namespace = client.space.namespace
             tiers = dict(zip(KEYS, client.tiers(KEYS), strict=True))
             there = [key for key in KEYS if tiers[key]]
