@@ -433,8 +433,8 @@ class Catalogue(Rows):
         The object used longest ago goes, whatever its size. One of another size takes along all that stands between
         it and a run of the new size, because only empty pages can change their size. Where something held stands
         there too, the oldest of the new size goes instead; without one, the run around is emptied as far as it can
-        be, and drains; and when enough is draining already, it is passed over. Namespaces within their floor are
-        spared, but for the one that asks.
+        be, and drains; and when enough is draining already, that run's objects are passed over. Namespaces within
+        their floor are spared, but for the one that asks.
         """
 
         def spared(owner: Namespace) -> bool:
@@ -466,7 +466,11 @@ class Catalogue(Rows):
         elif self.arena.draining_pages < max(span, pages // _DRAIN_SHARE):
             self._empty(run)
         else:
-            self.recency.pass_over(oldest, self.indexes[self.owner[oldest]].recency)
+            # None of them can make room, so not each is to be found oldest in its turn. A chain fills slots from its
+            # start on, and its end stays older.
+            for row in sorted(run.used_rows(), key=lambda row: (self.stamp[row], -self.offset[row])):
+                if self.state[row] == State.RESIDENT:
+                    self.recency.pass_over(row, self.indexes[self.owner[row]].recency)
         return True
 
     def _window(self, page: int, span: int, spared: Callable[[Namespace], bool]) -> list[Run]:

@@ -305,6 +305,16 @@ def test_pages_held_for_long_do_not_keep_the_others_from_changing_size():
     assert got == 16
 
 
+def test_the_oldest_page_is_held_and_the_next_one_gives_way():
+    """However many objects stand beside the held one: what can be had is had at once."""
+    shelf = Shelf(pages=4, size=SLOT // 4)
+    keys = chain(4 * 16)
+    shelf.put(keys)
+    shelf.cat.lease(shelf.rows([keys[-1], keys[-17]]))  # one in each of the two pages whose objects go first
+    assert shelf.take(PAGE) is not None
+    assert shelf.kept(keys) == [*keys[:16], *keys[32:48], keys[-1]], "the first is emptied, the second passed over"
+
+
 def test_an_object_larger_than_what_is_there_so_far_evicts_nothing():
     shelf = Shelf(pages=2)
     shelf.put(chain(8))
