@@ -155,5 +155,5 @@ class Reads:
         """A record could not be looked at: what waited for it is answered, and it is as it was before."""
         catalogue = self._common.catalogue
         catalogue.note(Kind.NOT_LOADED, row)
-        again = catalogue.unread(row)
-        catalogue.segment_of(again)[1].rows.append(again)
+        rows = catalogue.segment_of(row)[1].rows
+        rows[rows.index(row)] = catalogue.unread(row)  # in its place: the last ones may be of a write that fails

@@ -235,9 +235,12 @@ class Core:
         effects = storage.purge(event.namespace, positions)
         purging = _Purging(event.session, {effect.io for effect in effects if isinstance(effect, ev.Forget)})
         self._purges.append(purging)
-        for start in range(0, len(catalogue.state), ev.MAX_BATCH):
+        start, end, moves = 0, 0, -1
+        while start < end or moves != catalogue.moves:
+            if start >= end:  # at first; and an object may have moved to a row that was looked at, or behind all
+                start, end, moves = 0, len(catalogue.state), catalogue.moves
             names: list[tuple[bytes, int, bytes]] = []
-            for row in range(start, min(start + ev.MAX_BATCH, len(catalogue.state))):
+            for row in range(start, min(start + ev.MAX_BATCH, end)):
                 if not catalogue.key[row]:
                     continue
                 index = catalogue.indexes[catalogue.owner[row]]
@@ -261,6 +264,7 @@ class Core:
                 effects += forgets
             yield effects
             effects = []
+            start += ev.MAX_BATCH
         purging.scanned = True
         yield effects + self._end_purges()
 

@@ -50,8 +50,9 @@ class Storage:
 
     @property
     def writing(self) -> bool:
-        """Whether anything is still to be written that can be."""
-        return any(d.writing or (d.queue and d.ready and d.write_errors < ERRORS) for d in self.devices.values())
+        """Whether anything is still to be written that can be: objects, or word of what was forgotten."""
+        waits = any(d.writing or (d.queue and d.ready and d.write_errors < ERRORS) for d in self.devices.values())
+        return waits or any(io.kind == "forget" for io in self.ios.values())
 
     # --- logs come ----------------------------------------------------------------------------------------------
 

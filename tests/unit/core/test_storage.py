@@ -1,5 +1,6 @@
 """What is read from logs and written to them, when, for whom, and what becomes of it when a disk fails."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -641,6 +642,60 @@ class TestFlush:
         world.settle(ev.Purge())
         told = world.finish()
         assert ev.Flushed(99, True) in told
+
+
+def test_a_failed_write_behind_what_could_not_be_looked_at_takes_only_its_own_record_back():
+    """Both in the segment that is being filled: else that object's place would be of the segment's next life."""
+    world = World(pages=4)
+    world.open_log(segments=4, segment_bytes=224 << 10)
+    engine = world.engine(slots=4)
+    for name in "abc":  # DRAM has room for the last two; all of them are in one segment
+        engine.store(chain(4 if name != "b" else 12, name))
+        world.finish()
+    key = chain(1, "a")
+    world.settle(engine.query_event(key, op=1))
+    engine.commit(chain(1, "d"))
+    world.settle(replace(world.disk.finish(world.flying(Read)[0].io, (0,)), kept=True))
+    world.settle(world.disk.finish(world.flying(Write)[0].io, (0,)))
+    index = world.core.catalogue.find(NAMESPACE, 0)
+    assert index is not None
+    row = index.get(key[0])
+    assert row is not None
+    assert world.core.catalogue.segment_of(row)[1].rows.count(row) == 1
+    world.settle(engine.query_event(key, op=2))
+    told = world.finish()
+    assert answers(told)[-1].resident == 1
+
+
+def test_a_purge_finds_what_changes_its_row_meanwhile():
+    """A record that could not be looked at makes an object move to a row that the purge has looked at before."""
+    world = World(pages=200)
+    keys = chain(600)
+    world.open_log(keys, segment_bytes=8 << 20)
+    engine = world.engine(slots=8)
+    world.settle(engine.query_event(keys[3:4], op=1))  # its row, one of the first, is spare afterwards
+    world.finish()
+    world.settle(ev.Spoiled(engine.scheduler, 1))
+    engine.release(1)
+    world.finish()
+    world.settle(engine.query_event(keys[500:501], op=2))
+    io = world.flying(Read)[0].io
+    world.handle(ev.Purge(session=engine.scheduler))
+    world.handle(replace(world.disk.finish(io, (0,)), kept=True))
+    world.run()
+    told = world.finish()
+    assert any(isinstance(effect, ev.Purged) for effect in world.told), told
+    assert world.resident(keys) == []
+
+
+def test_word_of_what_was_forgotten_is_something_to_write():
+    world, engine, keys = logged()
+    world.settle(engine.query_event(keys[:1], op=1))
+    world.finish()
+    world.settle(ev.Spoiled(engine.scheduler, 1))
+    assert world.core.storage.writing
+    world.finish()
+    assert not world.core.storage.writing
 
 
 def test_what_could_not_be_looked_at_is_a_miss_and_stays():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ssd_fakes import Driver, FakeFiles, Item, Recovered, items, open_log
 
-from kvhold.core.events import Cancel, Read, Seal, Stored, Write
+from kvhold.core.events import Cancel, Forget, Read, Seal, Stored, Write
 from kvhold.core.segments import BLOCK, HEADER
 from kvhold.tiers.ssd import executor as executor_module
 from kvhold.tiers.ssd.survey import segment_name
@@ -445,6 +445,24 @@ def test_a_cancelled_read_is_answered_once(driver: Driver) -> None:
     hung.set()
     assert sorted(driver.answers.get(timeout=60)[0] for _ in range(3)) == [900, 901, 902]
     driver.close()
+
+
+def test_closing_writes_the_tombstones_that_wait(driver: Driver) -> None:
+    """Nobody would hear of one that was not: what was found wrong would be there again at the next start."""
+    assert not driver.store(items("a"))
+    record = driver.recover().records[0]
+    driver.files.blocked["write"] = hung = threading.Event()
+    driver.executor.submit(Write(900, 0, 0, 1, driver.placed(items("b"))))
+    wait(lambda: driver.executor.in_flight()[1] == 1)
+    driver.executor.submit(Write(901, 0, 0, 1, driver.placed(items("c"))))
+    driver.executor.submit(Forget(902, 0, 1, 1 << 20, (record[:3],), None))
+    closing = threading.Thread(target=driver.executor.close, args=(60,))
+    closing.start()
+    assert driver.answers.get(timeout=60) == (901, (0,))
+    hung.set()
+    assert {driver.answers.get(timeout=60), driver.answers.get(timeout=60)} == {(900, ()), (902, ())}
+    closing.join(60)
+    assert driver.executor.log.tombstones.hides(record)
 
 
 def test_closing_with_a_hung_disk(driver: Driver) -> None:

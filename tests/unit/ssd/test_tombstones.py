@@ -149,6 +149,20 @@ def test_a_torn_append_hides_all_or_is_not_acknowledged() -> None:
         assert after.hides(record(b"a", 4, 0))
 
 
+def test_what_could_not_be_written_is_written_with_the_next() -> None:
+    files = FakeFiles()
+    stones = opened(files)
+    files.fault = lambda operation, name: errno.ENOSPC if operation == "write" else 0
+    with pytest.raises(OSError, match="No space"):
+        stones.append([(N, 0, b"a")], None, (5, 8192))
+    files.fault = lambda operation, name: 0
+    stones.append([(N, 0, b"b")], None, (6, 4096))
+    again = opened(files)
+    assert again.hides(record(b"a", 5, 4096))
+    assert not again.hides(record(b"a", 5, 8192)), "it was stored anew meanwhile"
+    assert again.hides(record(b"b", 6, 0))
+
+
 def test_forgetting_in_a_log() -> None:
     files = FakeFiles()
     driver = Driver(files)

@@ -105,7 +105,7 @@ class Executor:
             return waiting, len(self._running), 0.0 if oldest is None else time.monotonic() - oldest
 
     def close(self, seconds: float) -> bool:
-        """Fail what waits, sync what is written, end; whether all threads ended within ``seconds``.
+        """Fail what waits, but for tombstones, sync what is written, end; whether all did within ``seconds``.
 
         If not, a call hangs. It is answered as failed should it ever return, and the log is to be kept open: its lock
         keeps others out until the process is gone.
@@ -114,9 +114,10 @@ class Executor:
         with self._changed:
             self._closing = True
             self._sync_at = 0.0  # even if the writer hangs
-            self._dropped += [*self._reads.values(), *self._writes.values()]
+            self._dropped += self._reads.values()
             self._reads.clear()
-            self._writes.clear()
+            for io in [io for io, job in self._writes.items() if not isinstance(job, Forget)]:
+                self._dropped.append(self._writes.pop(io))
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

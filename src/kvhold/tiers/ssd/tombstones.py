@@ -48,6 +48,7 @@ class Tombstones:
         self._end = 0
         self._named = False  # durably: a former process may have ended before it was
         self._hidden: dict[Name, Position] = {}
+        self._owed: dict[Name, Position] = {}  # hidden, and not durably: a write of them failed
         self.damaged = 0
         self.newest_seq = 0
 
@@ -85,6 +86,8 @@ class Tombstones:
     def append(self, names: Iterable[Name], namespace: bytes | None, position: Position) -> None:
         """Hide these, or (``namespace`` given) all of a namespace, or (empty) all; durable on return. OSError.
 
+        What could not be written is written with the next ones.
+
         ValueError, and nothing has changed, where one of ``names`` is none.
         """
         if namespace and len(namespace) != NAMESPACE:
@@ -92,14 +95,16 @@ class Tombstones:
         new = [(namespace, -1, b"")] if namespace is not None else list(names)
         for name in new:
             _check(name)
-        buffer = self._pack([(name, position) for name in new])
         for name in new:
             self._hide(name, position)
+            self._owed[name] = self._hidden[name]
+        buffer = self._pack(self._owed.items())
         if self._end + len(buffer) > self.limit:
             self.rewrite()
         else:
             self._write(self._path, buffer, self._end)
             self._name()
+        self._owed.clear()
 
     def compact(self, oldest_seq: int) -> None:
         """Let go of what can hide nothing, because every record is of ``oldest_seq`` or later; keep the limit. OSError.
