@@ -15,11 +15,13 @@ from bed import LLM, Output, Tokens, add, drain, free_blocks, generate, prompt, 
 from kvhold_bed import check_identity, check_nothing_held, counting, scheduler_side, serving, status, until, warm_up
 from manager_process import Manager
 from safetensors.torch import save_file
+from vllm.config import MultiModalConfig
 from vllm.lora.request import LoRARequest
 
 from kvhold.engines.vllm import adapters
 from kvhold.engines.vllm import spaces as spaces_module
 from kvhold.engines.vllm.adapters import Adapters
+from kvhold.engines.vllm.identity import PRIVATE, _processor, is_private, weights_identity
 
 PROMPTS = [prompt(400, seed) for seed in range(2)]
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -486,3 +488,43 @@ def test_images_are_part_of_the_identity_from_their_block_on(llama_dir: Path, ma
         for other, same in ((dog, 3), (moved, 3), (two, 6)):
             assert other[:same] == cat[:same]
             assert not set(other[same:]) & set(cat[same:])
+
+
+def identity_of(folder: Path, load_format: str = "auto", elsewhere: str = "") -> str:
+    return weights_identity(SimpleNamespace(model=str(folder), revision=None, model_weights=elsewhere), load_format)  # type: ignore[arg-type]
+
+
+def test_weights_that_are_not_the_folders_are_nobodys(llama_dir: Path) -> None:
+    known = identity_of(llama_dir)
+    assert known != PRIVATE
+    assert identity_of(llama_dir, "safetensors") == known
+    for load_format in ("tensorizer", "runai_streamer", "sharded_state", "ipc_cache", "modelexpress", "a_plugins_own"):
+        assert identity_of(llama_dir, load_format) == PRIVATE
+    assert identity_of(llama_dir, "auto", "s3://bucket/other") == PRIVATE
+
+
+def test_code_alone_is_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "modeling.py").write_text("pass")
+    assert identity_of(tmp_path) == PRIVATE
+
+
+def processor_of(folder: Path, caching: bool = True, **options: Any) -> list[str]:
+    model = SimpleNamespace(model=str(folder), revision=None, multimodal_config=MultiModalConfig(**options))
+    return _processor(SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=caching)))  # type: ignore[arg-type]
+
+
+def test_how_images_are_prepared_is_part_of_the_identity(tmp_path: Path) -> None:
+    before = processor_of(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    after = processor_of(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.0, 0.0, 0.0]}')
+    assert len({str(each) for each in (before, after, processor_of(tmp_path))}) == 3
+
+
+def test_where_images_are_numbered_an_engine_is_alone(tmp_path: Path) -> None:
+    """With both of vLLM's caches off, the first image of each engine has the same name in its blocks' hashes."""
+    assert PRIVATE in processor_of(tmp_path, caching=False, mm_processor_cache_gb=0)
+    assert PRIVATE not in processor_of(tmp_path, caching=True, mm_processor_cache_gb=0)
+    assert PRIVATE not in processor_of(tmp_path, caching=False)
+    identity = {"weights": "w", "kv_dtype": [], "drafter": [], "processor": [PRIVATE]}
+    assert is_private(identity)

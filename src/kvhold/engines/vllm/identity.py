@@ -13,7 +13,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvhold.copy.layout import PagedLayout
 from kvhold.engines.vllm.groups import Group
-from kvhold.engines.vllm.weights import weights_digest
+from kvhold.engines.vllm.weights import processor_digest, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -38,6 +38,8 @@ _OF_MEDIA = (
     "video_pruning_method",
 )
 """Options that decide what an image or a video becomes, of which its hash in a block's key says nothing."""
+_FROM_FOLDER = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "pt", "npcache")
+"""Load formats whose weights are the model folder's. Others may take them from an address or a server."""
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that guess without a model."""
 _RANDOM_HASHES = ("xxhash", "xxhash_cbor")
@@ -65,7 +67,7 @@ def describe(
         "quantization": [repr(model.quantization), repr(model.quantization_config)],
         "hf_overrides": repr(model.hf_overrides),
         "implementation": [repr(model.model_impl), repr(model.model_class_overrides), repr(model.code_revision)],
-        "processor": [repr(getattr(model.multimodal_config, name, None)) for name in _OF_MEDIA],
+        "processor": _processor(config),
         "positions": _positions(model),
         "drafter": _drafter(config),
         "kv_layout": repr(cache.kv_cache_layout),
@@ -98,6 +100,22 @@ def describe(
     return common, stage
 
 
+def _processor(config: "VllmConfig") -> list[str]:
+    """What an image or a video becomes, of which its hash in a block's key says nothing."""
+    media = config.model_config.multimodal_config
+    described = [repr(getattr(media, name, None)) for name in _OF_MEDIA]
+    if media is None:
+        return described
+    if media.mm_processor_cache_gb == 0 and not config.cache_config.enable_prefix_caching:
+        log.warning(
+            "kvhold: with enable_prefix_caching=False and mm_processor_cache_gb=0 vLLM numbers images instead of "
+            "telling them apart; this engine shares its KV cache with no other and starts cold. Change one of the two"
+        )
+        return [*described, PRIVATE]
+    folder = _folder(config.model_config)
+    return [*described, processor_digest(folder).hex() if folder is not None else ""]
+
+
 def keeps_drafts(config: "VllmConfig") -> bool:
     """Whether a model makes guesses that are checked, and has KV of its own."""
     return config.speculative_config is not None and config.speculative_config.method not in _WITHOUT_KV
@@ -122,7 +140,7 @@ def digest(identity: dict[str, Any]) -> bytes:
 
 def is_private(identity: dict[str, Any]) -> bool:
     """Whether the engine must not share, because something about it cannot be identified."""
-    return PRIVATE in (identity["weights"], *identity["kv_dtype"], *identity["drafter"])
+    return PRIVATE in (identity["weights"], *identity["kv_dtype"], *identity["drafter"], *identity["processor"])
 
 
 def namespace(digests: Sequence[bytes], hash_algorithm: str, hash_seed: str, salt: bytes) -> bytes:
@@ -152,10 +170,9 @@ def weights_identity(model: "ModelConfig", load_format: object) -> str:
     kind = str(getattr(load_format, "value", load_format))
     if kind == "dummy":
         return "dummy"  # vLLM makes them from a fixed seed and the model's configuration
-    folder = Path(model.model)
-    if not folder.is_dir() and (snapshot := _snapshot(model)) is not None:
-        folder = snapshot
-    found = weights_digest(folder) if folder.is_dir() else None
+    elsewhere = kind not in _FROM_FOLDER or bool(getattr(model, "model_weights", ""))
+    folder = None if elsewhere else _folder(model)
+    found = weights_digest(folder) if folder is not None else None
     if found is None:
         log.warning(
             "kvhold: the weights of %s (load format %s) cannot be identified; this engine shares its KV cache with "
@@ -165,6 +182,11 @@ def weights_identity(model: "ModelConfig", load_format: object) -> str:
         )
         return PRIVATE
     return found.hex()
+
+
+def _folder(model: "ModelConfig") -> Path | None:
+    """Where a model's files are."""
+    return Path(model.model) if Path(model.model).is_dir() else _snapshot(model)
 
 
 def _snapshot(model: "ModelConfig") -> Path | None:

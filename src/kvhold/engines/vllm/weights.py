@@ -16,13 +16,15 @@ _SAMPLE = 256
 """Bytes read of each tensor, or at each place of a file without a known structure."""
 _PLACES = 4096
 _SHA256 = re.compile("[0-9a-f]{64}")
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npcache", ".py")
+_CODE = ".py"
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npcache", _CODE)
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def weights_digest(folder: Path) -> bytes | None:
     """A digest of the weight files in ``folder``, independent of where that lies; None if there are none to read."""
     files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
-    if not files:
+    if all(path.suffix == _CODE for path in files):
         return None
     digest = hashlib.sha256()
     for path in files:
@@ -39,6 +41,15 @@ def weights_digest(folder: Path) -> bytes | None:
                 digest.update(os.pread(descriptor, _SAMPLE, place))
         finally:
             os.close(descriptor)
+    return digest.digest()
+
+
+def processor_digest(folder: Path) -> bytes:
+    """A digest of how a model's folder has images, videos and sounds prepared."""
+    digest = hashlib.sha256()
+    for name in _PROCESSORS:
+        path = folder / name
+        digest.update(f"{name}\0".encode() + (hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""))
     return digest.digest()
 
 
