@@ -138,6 +138,7 @@ def _run_all(
             kill_manager(folder)
     with EngineProcess("C", model, len(tokens), folder, verbose, ssd) as third:
         third.await_start()
+        await_populated(folder, _POPULATE_SECONDS)
         run("SSD, all restarted", third, KVHOLD)
         third.end()
     return runs, first.about
