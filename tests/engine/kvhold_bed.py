@@ -35,11 +35,6 @@ def status(socket: Path) -> dict[str, Any]:
     return report
 
 
-def at_rest(report: dict[str, Any]) -> bool:
-    """Whether all that is to be written to an SSD is written."""
-    return not report["io_pending"] and not any(log["queued_writes"] for log in report["logs"])
-
-
 def until(condition: Callable[[], Any], what: str) -> None:
     """Wait for ``condition``, which must come true soon."""
     end = time.monotonic() + DEADLINE

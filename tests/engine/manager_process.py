@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 START_DEADLINE = 60.0
 EXIT_DEADLINE = 60.0
@@ -85,6 +86,11 @@ class Manager:
             except OSError:
                 return False
             return True
+
+
+def all_written(report: dict[str, Any]) -> bool:
+    """Whether, by its report, a manager has written all that it is to write to SSD."""
+    return not report["io_pending"] and not any(log["queued_writes"] for log in report["logs"])
 
 
 def _environment() -> dict[str, str]:

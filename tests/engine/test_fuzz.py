@@ -16,7 +16,6 @@ from bed import LLM, Output, Tokens, free_blocks, generate, reference, running, 
 from families import FAMILIES, LONG_FAMILIES, Bench, Family
 from fuzz import check_at_random, drive, requests
 from kvhold_bed import (
-    at_rest,
     attached,
     check_identity,
     check_nothing_held,
@@ -26,7 +25,7 @@ from kvhold_bed import (
     until,
     warm_up,
 )
-from manager_process import Manager
+from manager_process import Manager, all_written
 
 REQUESTS = 40
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 96, "max_num_seqs": 6, "max_model_len": 512}
@@ -90,7 +89,7 @@ def check_served_from_ssd(
         llm.reset_prefix_cache()
         assert generate(llm, [prompts[i]], limits[i]) == [expected[i]]
         settle(llm)
-        until(lambda: at_rest(status(manager.socket)), "what was stored is written")
+        until(lambda: all_written(status(manager.socket)), "what was stored is written")
     raise AssertionError(status(manager.socket)["counters"])
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from bed import generate, prompt
 from engine_process import EngineProcess, packed
-from kvhold_bed import at_rest, connect, serving, status, until
-from manager_process import Manager
+from kvhold_bed import connect, serving, status, until
+from manager_process import Manager, all_written
 
 PROMPTS = [prompt(400, seed) for seed in range(40, 44)]
 BLOCK = 32
@@ -19,7 +19,7 @@ WHOLE = [(len(tokens) - 1) // BLOCK * BLOCK for tokens in PROMPTS]
 def written(manager: Manager) -> bool:
     """Whether all that was stored is in the log."""
     said = status(manager.socket)
-    return at_rest(said) and said["counters"].get("write_objects", 0) >= said["objects"] > 0
+    return all_written(said) and said["counters"].get("write_objects", 0) >= said["objects"] > 0
 
 
 def recovered(manager: Manager) -> bool:

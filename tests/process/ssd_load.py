@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manager_process import Manager
+from manager_process import Manager, all_written
 from peers import NAMESPACE, Peer, keys_of, populated, status, until
 
 from kvhold import protocol as wire
@@ -233,7 +233,7 @@ def is_rebuilt(report: dict[str, Any]) -> bool:
 
 def at_rest(report: dict[str, Any]) -> bool:
     """Whether all that is to be written is written."""
-    return is_rebuilt(report) and not report["io_pending"] and not any(log["queued_writes"] for log in report["logs"])
+    return is_rebuilt(report) and all_written(report)
 
 
 def settle(path: Path) -> dict[str, Any]:

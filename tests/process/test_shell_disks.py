@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from manager_process import all_written
 from peers import Engine, keys_of, status, until
 
 from kvhold import protocol as wire
@@ -226,7 +227,7 @@ def play(seed: int, steps: int) -> dict[str, int]:
         def quiet() -> bool:
             said = status(path)
             held = [said["accounts"][name] for name in ("credit", "leased", "loading", "doomed", "limbo")]
-            return not any(held) and not said["io_pending"] and not any(log["queued_writes"] for log in said["logs"])
+            return not any(held) and all_written(said)
 
         until(quiet, "all I/O is answered, and nothing is held")
         assert disk.submitted == disk.answered

@@ -294,7 +294,7 @@ def test_a_purge_that_a_disk_does_not_take_says_so(disk: Disk) -> None:
     def taken() -> bool:
         try:
             purge(disk.manager.socket, disk.known)
-        except AssertionError:  # half a second is not enough for a disk with much to do
+        except AssertionError:  # a disk with much to do takes longer than it waits
             return False
         return True
 

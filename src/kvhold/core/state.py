@@ -9,6 +9,7 @@ Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``catalogue``, ``se
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
@@ -235,12 +236,9 @@ class Core:
         effects = storage.purge(event.namespace, positions)
         purging = _Purging(event.session, {effect.io for effect in effects if isinstance(effect, ev.Forget)})
         self._purges.append(purging)
-        start, end, moves = 0, 0, -1
-        while start < end or moves != catalogue.moves:
-            if start >= end:  # at first; and an object may have moved to a row that was looked at, or behind all
-                start, end, moves = 0, len(catalogue.state), catalogue.moves
+        for rows in self._all_rows():
             names: list[tuple[bytes, int, bytes]] = []
-            for row in range(start, min(start + ev.MAX_BATCH, end)):
+            for row in rows:
                 if not catalogue.key[row]:
                     continue
                 index = catalogue.indexes[catalogue.owner[row]]
@@ -264,9 +262,16 @@ class Core:
                 effects += forgets
             yield effects
             effects = []
-            start += ev.MAX_BATCH
         purging.scanned = True
         yield effects + self._end_purges()
+
+    def _all_rows(self) -> Iterator[range]:
+        """A slice's rows at a time; all of them anew if an object was given another row meanwhile."""
+        catalogue, moves = self.catalogue, -1
+        while moves != catalogue.moves:
+            moves, end = catalogue.moves, len(catalogue.state)
+            for start in range(0, end, ev.MAX_BATCH):
+                yield range(start, min(start + ev.MAX_BATCH, end))
 
     def _forgotten(self, event: ev.Done) -> list[Effect]:
         for purging in self._purges:

@@ -101,7 +101,7 @@ def describe(
 
 
 def _processor(config: "VllmConfig") -> list[str]:
-    """What an image or a video becomes, of which its hash in a block's key says nothing."""
+    """All that :data:`_OF_MEDIA` and the model's own files say of images and videos."""
     media = config.model_config.multimodal_config
     described = [repr(getattr(media, name, None)) for name in _OF_MEDIA]
     if media is None:
@@ -170,8 +170,7 @@ def weights_identity(model: "ModelConfig", load_format: object) -> str:
     kind = str(getattr(load_format, "value", load_format))
     if kind == "dummy":
         return "dummy"  # vLLM makes them from a fixed seed and the model's configuration
-    elsewhere = kind not in _FROM_FOLDER or bool(getattr(model, "model_weights", ""))
-    folder = None if elsewhere else _folder(model)
+    folder = _folder(model) if kind in _FROM_FOLDER and not model.model_weights else None
     found = weights_digest(folder) if folder is not None else None
     if found is None:
         log.warning(

@@ -105,10 +105,10 @@ class Executor:
             return waiting, len(self._running), 0.0 if oldest is None else time.monotonic() - oldest
 
     def close(self, seconds: float) -> bool:
-        """Fail what waits, but for tombstones, sync what is written, end; whether all did within ``seconds``.
+        """Fail what waits, sync what is written, end; whether all threads ended within ``seconds``.
 
         If not, a call hangs. It is answered as failed should it ever return, and the log is to be kept open: its lock
-        keeps others out until the process is gone.
+        keeps others out until the process is gone. Tombstones that wait are written: nobody would say them again.
         """
         deadline = time.monotonic() + seconds
         with self._changed:

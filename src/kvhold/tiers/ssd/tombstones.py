@@ -86,9 +86,8 @@ class Tombstones:
     def append(self, names: Iterable[Name], namespace: bytes | None, position: Position) -> None:
         """Hide these, or (``namespace`` given) all of a namespace, or (empty) all; durable on return. OSError.
 
-        What could not be written is written with the next ones.
-
-        ValueError, and nothing has changed, where one of ``names`` is none.
+        What could not be written is written with the next ones. ValueError, and nothing has changed, where one of
+        ``names`` is none.
         """
         if namespace and len(namespace) != NAMESPACE:
             return  # no record can be of it
@@ -104,7 +103,7 @@ class Tombstones:
         else:
             self._write(self._path, buffer, self._end)
             self._name()
-        self._owed.clear()
+            self._owed.clear()
 
     def compact(self, oldest_seq: int) -> None:
         """Let go of what can hide nothing, because every record is of ``oldest_seq`` or later; keep the limit. OSError.
@@ -130,6 +129,7 @@ class Tombstones:
         self._named = False
         self._files.replace(fresh, self._path)
         self._name()
+        self._owed.clear()
 
     def _name(self) -> None:
         """Make the file be found after a loss of power."""
