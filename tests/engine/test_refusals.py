@@ -120,14 +120,14 @@ def test_a_wrong_setting_stops_the_start(llama_dir: Path) -> None:
         engine(llama_dir, connector={"capacity": "4GiB"})
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "dev"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "dev"])
 def test_other_versions_of_vllm(version: str) -> None:
-    with pytest.raises(Unsupported, match=r"vllm>=0.32,<0.33"):
+    with pytest.raises(Unsupported, match=r"vllm>=0.32,<0.34"):
         check_version(version)
 
 
 def test_supported_versions_of_vllm() -> None:
-    for version in ("0.32.0", "0.32.1", "0.32.0+cpu", "0.32.3.dev1+gabc"):
+    for version in ("0.32.0", "0.32.0+cpu", "0.32.3.dev1+gabc", "0.33.0", "0.33.1+cpu"):
         check_version(version)
 
 

@@ -122,3 +122,24 @@ def test_restores_advance_in_order_by_what_a_step_may_copy(monkeypatch: pytest.M
     assert ended == [(False, False), (True, False), (True, True)]
     assert all(page_bytes(pages, layer, block) == b"\x07" * 64 for layer in range(2) for block in range(6))
     assert memory.size
+
+
+def test_a_cache_whose_memory_moved() -> None:
+    """What was begun before it went has failed; what is begun afterwards goes to the new place."""
+    old, old_pages = cache("blocks outermost", 2, 3, 64)
+    _new, new_pages = cache("layers outermost", 2, 3, 64)
+    before = old.copy()
+    copier, arena = HostCopier([fold(old_pages, 3, "cpu")]), arena_of(4096)
+    assert copier.begin_publish(arena, 0, [1], [0]).error is None
+    waiting = copier.begin_restore(arena, [(0, [2], [0])])
+    copier.unbind()
+    assert waiting.error is not None
+    copier.bind([fold(new_pages, 3, "cpu")])
+    restored = copier.begin_restore(arena, [(0, [0], [0])])
+    copier.advance()
+    assert restored.ended
+    assert restored.error is None
+    assert [page_bytes(new_pages, layer, 0) for layer in range(2)] == [
+        page_bytes(old_pages, layer, 1) for layer in range(2)
+    ]
+    assert (old == before).all()

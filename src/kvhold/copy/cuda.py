@@ -30,13 +30,24 @@ class CudaCopier:
     def __init__(self, layouts: Sequence[PagedLayout]) -> None:
         self._device = torch.device(layouts[0].device)
         self._sizes = [layout.shard_bytes for layout in layouts]
-        self._pages = [[(run, _view(run, layout.blocks, self._device)) for run in layout.runs] for layout in layouts]
+        self._pages: list[list[tuple[LayerRun, torch.Tensor]]] = []
+        self.bind(layouts)
         self._publishing = torch.cuda.Stream(self._device)
         self._restoring = torch.cuda.Stream(self._device)
         self._pinned: dict[int, torch.Tensor] = {}
         self._begun: SimpleQueue[tuple[Job, torch.cuda.Event, Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._end_jobs, name="kvhold-copies", daemon=True)
         self._thread.start()
+
+    def unbind(self) -> None:
+        """Forget the pages, after all copies that were submitted."""
+        self._publishing.synchronize()
+        self._restoring.synchronize()
+        self._pages = []
+
+    def bind(self, layouts: Sequence[PagedLayout]) -> None:
+        """Copy from and to the pages of ``layouts``."""
+        self._pages = [[(run, _view(run, layout.blocks, self._device)) for run in layout.runs] for layout in layouts]
 
     def register(self, arena: ArenaMapping) -> None:
         """Pin the arena. Raises RuntimeError when the driver refuses."""

@@ -23,6 +23,12 @@ class Copier(Protocol):
     def begin_restore(self, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
         """Copy ``arena`` to the blocks of ``parts`` after all that was submitted to the device so far."""
 
+    def unbind(self) -> None:
+        """Forget where the KV cache is, once no copy reads or writes it. Nothing is begun until :meth:`bind`."""
+
+    def bind(self, layouts: Sequence[PagedLayout]) -> None:
+        """Copy from and to ``layouts``, with blocks of the same sizes as before, from now on."""
+
     def advance(self) -> None:
         """Called once per engine step, after its copies were begun, by the thread that begins them."""
 

@@ -38,8 +38,19 @@ class HostCopier:
 
     def __init__(self, layouts: Sequence[PagedLayout]) -> None:
         self._sizes = [layout.shard_bytes for layout in layouts]
-        self._pages = [[(run, _view(run, layout.blocks)) for run in layout.runs] for layout in layouts]
+        self._pages: list[list[tuple[LayerRun, _Array]]] = []
         self._waiting: deque[_Restore] = deque()
+        self.bind(layouts)
+
+    def unbind(self) -> None:
+        """Forget the pages. Restores that were not copied in time have failed."""
+        while self._waiting:
+            self._waiting.popleft().job.end("the engine has taken its KV cache away")
+        self._pages = []
+
+    def bind(self, layouts: Sequence[PagedLayout]) -> None:
+        """Copy from and to the pages of ``layouts``."""
+        self._pages = [[(run, _view(run, layout.blocks)) for run in layout.runs] for layout in layouts]
 
     def register(self, arena: ArenaMapping) -> None:
         """Nothing to prepare: host memory is copied as it is."""

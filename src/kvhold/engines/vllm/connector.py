@@ -1,8 +1,8 @@
 """The connector that vLLM loads: one class for both halves, which live in other modules.
 
-Written against vLLM 0.32. Every method that the engine calls is guarded, here or, where something must be handed on in
-any case, inside of the half: what goes wrong becomes a cache miss and a line in the log, never an exception in the
-engine. Only the constructor and ``register_kv_caches`` may refuse.
+Written against vLLM 0.32 and 0.33, see docs/vllm-versions.md. Every method that the engine calls is guarded, here or,
+where something must be handed on in any case, inside of the half: what goes wrong becomes a cache miss and a line in
+the log, never an exception in the engine. Only the constructor and ``register_kv_caches`` may refuse.
 """
 
 import functools
@@ -32,7 +32,7 @@ from kvhold.engines.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
@@ -115,6 +115,21 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if self._worker is not None:
             self._worker.register(kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """Sleep moves the KV cache's memory; this connector lets go of it before and looks for it afterwards."""
+        return True
+
+    @_guarded(_nothing)
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.unregister()
+
+    @_guarded(_nothing)
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.report if self._worker is not None else None

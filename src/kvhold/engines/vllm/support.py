@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-SUPPORTED = ((0, 32), (0, 33))
+SUPPORTED = ((0, 32), (0, 34))
 """vLLM versions from the first, below the second."""
 
 

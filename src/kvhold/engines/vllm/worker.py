@@ -15,10 +15,11 @@ from kvhold.client.channel import Channel
 from kvhold.client.control import padded
 from kvhold.copy.engine import Copier, make_copier
 from kvhold.copy.job import Job
+from kvhold.copy.layout import PagedLayout
 from kvhold.engines.vllm import identity
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
-from kvhold.engines.vllm.groups import kept_groups
+from kvhold.engines.vllm.groups import Group, kept_groups
 from kvhold.engines.vllm.layout import read_layout
 from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
 from kvhold.engines.vllm.ranks import replicas
@@ -34,7 +35,7 @@ log = init_logger(__name__)
 _FIRST_ATTACH_SECONDS = 30.0
 """How long the engine's start waits for the first session: a manager is started, and the arena pinned, within it."""
 _LAST_COPY_SECONDS = 30.0
-"""How long a shutdown waits for copies that were begun; they need nobody but this process."""
+"""How long an end waits for copies that were begun; they need nobody but this process."""
 
 
 @dataclass(slots=True)
@@ -75,6 +76,8 @@ class WorkerHalf:
         self.stats = KvHoldStats()
         self._keeper = make_keeper(self, config, settings, reads=True)
         self._copier: Copier | None = None
+        self._caches: dict[str, torch.Tensor] = {}
+        self._registered = False  # whether the caches have memory that may be copied
         self._report: WorkerReport | None = None
         self._copies = Copies()
         self._saved = -1  # the last step whose publishes were begun
@@ -146,17 +149,18 @@ class WorkerHalf:
 
     def register(self, caches: "dict[str, torch.Tensor]") -> None:
         """Read the layout, and attach. Raises Unsupported for a layout that cannot be served."""
-        names = [list(self._cache.kv_cache_groups[group.index].layer_names) for group in self._groups]
-        layouts = [read_layout(caches, layers, self._cache.num_blocks) for layers in names]
+        self._caches = caches
+        layouts = self._read_layouts()
         same = replicas(self._config, self._cache)
         common, stage = identity.describe(self._config, self._cache, self._groups, layouts, same)
         self._copier = make_copier(layouts)
+        self._registered = True
         tensor_parallel = self._config.parallel_config.tensor_parallel_size
         rank_in_stage = self._rank % tensor_parallel
         sizes = tuple(layout.shard_bytes for layout in layouts)
         kinds = ", ".join(
-            f"{len(layers)} layers of {group.kind} with {size} bytes a block"
-            for group, layers, size in zip(self._groups, names, sizes, strict=True)
+            f"{len(self._layers(group))} layers of {group.kind} with {size} bytes a block"
+            for group, size in zip(self._groups, sizes, strict=True)
         )
         self._report = WorkerReport(
             self._rank,
@@ -171,6 +175,33 @@ class WorkerHalf:
         )
         self._keeper.start(_FIRST_ATTACH_SECONDS)
 
+    def _layers(self, group: Group) -> list[str]:
+        return list(self._cache.kv_cache_groups[group.index].layer_names)
+
+    def _read_layouts(self) -> list[PagedLayout]:
+        return [read_layout(self._caches, self._layers(group), self._cache.num_blocks) for group in self._groups]
+
+    def unregister(self) -> None:
+        """End copies and forget the caches, which are about to lose their memory. Arenas stay mapped and pinned."""
+        if self._copier is not None and self._registered:
+            self._registered = False
+            self._drain()
+            self._copier.unbind()
+
+    def restore(self) -> None:
+        """Copy from and to the registered caches again, wherever their memory is now.
+
+        Raises ValueError if their blocks are not what they were; then they stay unregistered, and copies fail.
+        """
+        if self._copier is None or self._registered:
+            return
+        layouts = self._read_layouts()
+        sizes = tuple(layout.shard_bytes for layout in layouts)
+        if sizes != self._sizes:
+            raise ValueError(f"blocks have {sizes} bytes by group after the engine's sleep, and had {self._sizes}")
+        self._copier.bind(layouts)
+        self._registered = True
+
     @property
     def report(self) -> WorkerReport | None:
         """What the scheduler half must know; None before the caches were registered."""
@@ -178,11 +209,7 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End copies, say goodbye, unmap."""
-        end = time.monotonic() + _LAST_COPY_SECONDS
-        jobs = [job for _, job, _ in (*self._copies.loads.values(), *self._copies.publishes.values())]
-        while self._copier is not None and time.monotonic() < end and not all(job.wait(0.001) for job in jobs):
-            self._copier.advance()
-        drained = all(job.ended for job in jobs)
+        drained = self._drain()
         channel = self._keeper.channel
         self._keeper.stop(channel.bye if channel is not None and drained else lambda: None)
         if self._copier is not None and drained:
@@ -190,6 +217,15 @@ class WorkerHalf:
             for session in self._sessions:
                 self._unmap(session)
             self._sessions = []
+        self._caches = {}
+
+    def _drain(self) -> bool:
+        """Let the copies that were begun end, within a time; whether all have."""
+        end = time.monotonic() + _LAST_COPY_SECONDS
+        jobs = [job for _, job, _ in (*self._copies.loads.values(), *self._copies.publishes.values())]
+        while self._copier is not None and time.monotonic() < end and not all(job.wait(0.001) for job in jobs):
+            self._copier.advance()
+        return all(job.ended for job in jobs)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -223,6 +259,8 @@ class WorkerHalf:
             arena = self._arena(plan.incarnation)
             if arena is None or self._copier is None:
                 return _failed("its arena is gone")
+            if not self._registered:
+                return _failed("the engine has taken its KV cache away")
             parts = [
                 (group, blocks, [offset + plan.starts[group][self._rank] for offset in offsets])
                 for group, blocks, offsets in load.parts
@@ -237,6 +275,8 @@ class WorkerHalf:
             arena = self._arena(plan.incarnation)
             if arena is None or self._copier is None:
                 return _failed("its arena is gone")
+            if not self._registered:
+                return _failed("the engine has taken its KV cache away")
             start = plan.starts[publish.group][self._rank]
             offsets = [offset + start for offset in publish.offsets]
             return self._copier.begin_publish(arena, publish.group, publish.blocks, offsets)
