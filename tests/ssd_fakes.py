@@ -4,7 +4,7 @@ import errno
 import os
 import queue
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock
@@ -139,6 +139,9 @@ class FakeFiles:
 
     def make_directory(self, directory: Path) -> None:
         self._may("make_directory", str(directory))
+
+    def check_private(self, directory: Path, names: Iterable[str]) -> None:
+        """It is nobody else's."""
 
     def names(self, directory: Path) -> dict[str, int]:
         self._may("names", str(directory))

@@ -306,3 +306,33 @@ def test_who_watches_is_told_what_can_be_found_and_what_cannot_any_more(manager:
     while not isinstance(told := deaf.scheduler.receive(), wire.Residency):
         assert isinstance(told, wire.Grant), told
     assert told.tiers == (bytes(4),)
+
+
+def test_a_signal_is_heeded_while_a_start_hangs(folder: Path) -> None:
+    """In a call that nothing but the process's end interrupts, as one to a sick disk may be."""
+    os.mkfifo(folder / "pipe")
+    hanging = (
+        "import os, pathlib, signal, sys, kvhold.manager.process as p; from kvhold.cli import main\n"
+        "def memory(*how):\n"
+        "    pathlib.Path('at').write_text('here')\n"
+        "    open('pipe').read()\n"
+        "p.ArenaMemory = memory; main()"
+    )
+    command = [sys.executable, "-c", hanging, "serve", "--dram", "32MiB", "--socket", str(folder / "s")]
+    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        until((folder / "at").exists, "it hangs")
+        process.terminate()
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert "ended by SIGTERM while it was starting" in process.stderr.read()
+    assert sorted(os.listdir(folder)) == ["at", "pipe"]
+
+
+def test_uptime_does_not_follow_the_clock(folder: Path, serve: Callable[..., Manager]) -> None:
+    """It was negative after the clock had been set back."""
+    back = "import time, itertools; n = itertools.count(); time.time = lambda: 2e9 - 1e6 * next(n)\n"
+    manager = serve(program=("-c", back + "from kvhold.cli import main; main()"))
+    assert 0 <= status(manager.socket)["uptime_seconds"] < 1e6

@@ -1,5 +1,6 @@
 """Starts: what is refused has changed nothing on an SSD, and an engine's own manager waits for its directory."""
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from manager_process import Manager
 from peers import Peer, populated, status, until
-from ssd_load import NEW, SMALL, Client, Known, no_damage, rebuilt, settle
+from ssd_load import NEW, SMALL, Client, Known, no_damage, purge, rebuilt, settle
 from test_cli import embedded, kvhold
 from test_serve import refused
 from test_ssd_bounds import begin, found
@@ -72,7 +73,7 @@ def test_a_start_that_is_refused_takes_nothing(
                 (f"{directory}:16MiB", "--ssd", f"{folder}/no/such:64MiB"),
                 f"{folder}/no is not there",
             ),
-            "another log": ((f"{directory}:16MiB", "--ssd", f"{folder}/other:64MiB"), "other cannot be used: Is a dir"),
+            "another log": ((f"{directory}:16MiB", "--ssd", f"{folder}/other:64MiB"), "tombstones: it is a directory"),
         }[why]
         assert reason in refused(folder / "s", "--ssd", *options, dram="8MiB")
     assert contents(directory) == before
@@ -134,7 +135,7 @@ def test_an_engines_own_manager_serves_without_a_directory_that_cannot_be_used(f
     with impatient(path, f"{folder}/ssd:64MiB", Known()) as client:
         client.store([1, 2, 3])
         assert found(client, [1, 2, 3]) == [1, 2, 3]
-        assert "Is a directory" in status(path)["closed_logs"][0]["reason"]
+        assert "it is a directory, not a file" in status(path)["closed_logs"][0]["reason"]
         (folder / "ssd" / "kvhold.tombstones").rmdir()
         until(lambda: status(path)["logs"], "the directory is open")
 
@@ -188,3 +189,39 @@ def test_a_flush_says_how_much_is_on_ssd(serve: Serve, folder: Path) -> None:
     manager.kill()
     manager = serve(dram="8MiB")
     assert "has no SSD open: nothing outlasts it" in kvhold("flush", "--socket", str(manager.socket), code=1)
+
+
+def test_a_named_pipe_in_a_files_place_is_named_and_waited_for_by_nobody(folder: Path) -> None:
+    (folder / "ssd").mkdir(mode=0o700)
+    os.mkfifo(folder / "ssd" / "kvhold.log")
+    said = refused(folder / "s", "--ssd", f"{folder}/ssd:64MiB", dram="8MiB")
+    assert f"{folder}/ssd/kvhold.log: it is a named pipe, not a file; remove it, or name another directory" in said
+    assert "it is a named pipe, not a file" in kvhold("verify", f"{folder}/ssd", code=2)
+
+
+def test_a_directory_that_others_may_write_to_is_refused(folder: Path) -> None:
+    (folder / "ssd").mkdir()
+    (folder / "ssd").chmod(0o777)
+    said = refused(folder / "s", "--ssd", f"{folder}/ssd:64MiB", dram="8MiB")
+    assert f"every user may write to it: run `chmod go-w {folder}/ssd`" in said
+
+
+def test_a_purge_outlasts_the_loss_of_its_tombstones(serve: Serve, folder: Path, filled: tuple[Path, Known]) -> None:
+    directory, known = filled
+    manager = begin(serve, f"{directory}:48MiB")
+    client = Client(manager.socket, SMALL, known)
+    assert found(client, MANY) == MANY
+    purge(manager.socket, known)
+    client.store(NEW)
+    settle(manager.socket)
+    assert manager.terminate() == 0
+    (directory / "kvhold.tombstones").unlink()
+    manager = begin(serve, f"{directory}:48MiB")
+    client = Client(manager.socket, SMALL, known)
+    assert set(client.tiers(MANY)) == {0}
+    assert "kvhold.tombstones is missing, or is an older one" in manager.log_tail()
+    client.store(NEW)
+    settle(manager.socket)
+    assert manager.terminate() == 0
+    manager = begin(serve, f"{directory}:48MiB")
+    assert found(Client(manager.socket, SMALL, known), MANY + NEW) == NEW

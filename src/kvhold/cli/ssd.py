@@ -42,7 +42,17 @@ def verify(
     raise typer.Exit(1 if scrub.damaged or any(scrub.counts[name] for name in _BAD) else 0)
 
 
-_BAD = ("bad_header", "wrong_version", "foreign", "bad_footer", "truncated", "unreadable", "bad_tombstones", "bad_log")
+_BAD = (
+    "bad_header",
+    "wrong_version",
+    "foreign",
+    "bad_footer",
+    "truncated",
+    "unreadable",
+    "bad_tombstones",
+    "lost_tombstones",
+    "bad_log",
+)
 """What recovery counts as damage; a torn end is how a crash leaves a log."""
 
 

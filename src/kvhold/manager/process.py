@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 
@@ -30,10 +32,11 @@ def run(config: ManagerConfig, refused: Callable[[str], None] | None = None) -> 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s kvhold %(levelname)s %(message)s")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # what comes while it starts is heeded once it runs
+    ending = _Ending()
     try:
         with closing(Listener(config.socket)) as listener:
-            _serve(config, listener)
+            ending.leave = listener.close
+            _serve(config, listener, ending)
     except ConfigError as error:
         log.error("%s", error)
         if refused is not None:
@@ -43,7 +46,37 @@ def run(config: ManagerConfig, refused: Callable[[str], None] | None = None) -> 
     return 0
 
 
-def _serve(config: ManagerConfig, listener: Listener) -> None:
+class _Ending:
+    """Ends the process at a signal: at once while it starts, in order once :meth:`hand_over` was called.
+
+    A thread of its own waits for signals, because the one that starts may hang in a call to a sick disk.
+    """
+
+    def __init__(self) -> None:
+        self.leave: Callable[[], None] = lambda: None
+        """What is to be done before a start is broken off. What it has written so far is as after kill -9."""
+        self._lock = threading.Lock()
+        self._stop: Callable[[], None] | None = None
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # in every thread, as they inherit it
+        threading.Thread(target=self._wait, name="kvhold-signals", daemon=True).start()
+
+    def hand_over(self, stop: Callable[[], None]) -> None:
+        """From now on, a signal calls ``stop`` and does nothing else."""
+        with self._lock:
+            self._stop = stop
+
+    def _wait(self) -> None:
+        while True:
+            number = signal.sigwait(_ENDINGS)
+            with self._lock:
+                if self._stop is None:
+                    self.leave()
+                    log.info("ended by %s while it was starting", signal.Signals(number).name)
+                    os._exit(0)
+                self._stop()
+
+
+def _serve(config: ManagerConfig, listener: Listener, ending: _Ending) -> None:
     if config.starter_fd is not None:
         sweep(config.socket.parent)
     memory = ArenaMemory(config.dram, config.huge_pages)
@@ -75,10 +108,7 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         for store in stores:  # a start that is refused has taken nothing from an SSD
             store.trim()
     server.wait_for(Latecomer(ssd, memory.view, reason, server.adopt) for ssd, reason in late)
-    for number in _ENDINGS:
-        signal.signal(number, lambda *_: server.stop())
-    # The kernel may give a signal to any thread, and the loop's, which alone runs the handler, may sleep meanwhile.
-    signal.set_wakeup_fd(server.wake_descriptor, warn_on_full_buffer=False)
+    ending.hand_over(server.stop)
     listener.listen()
     log.info(
         "kvhold %s on %s: %s of DRAM%s in pages of %s%s%s",
@@ -91,5 +121,4 @@ def _serve(config: ManagerConfig, listener: Listener) -> None:
         f", {address}" if address else "",
     )
     gc.freeze()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
     server.run()

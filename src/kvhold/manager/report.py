@@ -21,7 +21,7 @@ def report(server: Server) -> dict[str, Any]:
         "incarnation": server.incarnation,
         "socket": str(server.config.socket),
         "embedded": server.config.starter_fd is not None,
-        "uptime_seconds": time.time() - server.started,
+        "uptime_seconds": time.monotonic() - server.started,
         "arena": {"bytes": server.memory.bytes, "populated": core.arena.total, "page": server.memory.page},
         "accounts": core.accounts(),
         "limits": limits_document(core.common.limits),

@@ -71,7 +71,7 @@ class Server:
         self.core.handle(ev.Populated(1), time.monotonic_ns())
         self.incarnation = secrets.randbits(62) + 1
         self.connections: dict[int, Connection] = {}
-        self.started = time.time()
+        self.started = time.monotonic()
         self._tokens: dict[int, int] = {}  # token -> connection of a scheduler or worker session
         self._selector = selectors.DefaultSelector()
         self._next_id = 1
@@ -82,10 +82,10 @@ class Server:
         self._stopping = False
         self._starter = self._watch_starter()
 
-    # --- from other threads and signal handlers -----------------------------------------------------------------
+    # --- from other threads -------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End :meth:`run`; safe in a signal handler."""
+        """End :meth:`run`."""
         self._stopping = True
         self._wake()
 

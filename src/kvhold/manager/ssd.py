@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from kvhold.core import events as ev
@@ -55,12 +55,10 @@ class SsdStore:
 
     def _recover(self, number: int, tell: Callable[[ev.Event], None]) -> None:
         begun = time.monotonic()
-        now, lives = time.time_ns(), []
-        for segment, seq in self._recovery.lives:
-            head = self._log.heads[segment]
-            assert isinstance(head, SegmentHead)
-            lives.append((segment, seq, max(0, now - head.created)))
-        tell(ev.Segments(number, tuple(lives)))
+        lives = self._recovery.lives
+        heads = [head for segment, _ in lives if isinstance(head := self._log.heads[segment], SegmentHead)]
+        ages = ages_of([head.created for head in heads], time.time_ns())
+        tell(ev.Segments(number, tuple((*life, age) for life, age in zip(lives, ages, strict=True))))
         for part in self._recovery:
             if self._closing:
                 return
@@ -136,6 +134,22 @@ class Latecomer(threading.Thread):
             else:
                 self._adopt(self, store)
                 return
+
+
+def ages_of(created: Sequence[int], now: int) -> list[int]:
+    """Nanoseconds since lives were begun, the oldest first, whatever the clock said when each was, or says now.
+
+    A life that is said to have begun before an earlier one is as old as that one, and one that is said to begin later
+    than now as old as the next one.
+    """
+    ages: list[int] = []
+    most, known = now, 0
+    for then in created:
+        most = min(most, now - then) if then <= now else most
+        ages.append(most if then <= now else 0)
+    for index in reversed(range(len(ages))):
+        known = ages[index] = max(ages[index], known)
+    return ages
 
 
 def _claim(config: SsdConfig) -> Log:

@@ -29,9 +29,9 @@ def sign(block: memoryview) -> None:
 
 def test_blocks_there_and_back() -> None:
     block = blocks(BLOCK)
-    fmt.encode_log(block, log := fmt.LogHead(LOG, 1 << 28, 99))
+    fmt.encode_log(block, log := fmt.LogHead(LOG, 1 << 28, 99, 7))
     assert fmt.decode_log(block) == log
-    fmt.encode_segment(block, segment := fmt.SegmentHead(LOG, 1 << 40, 3, 1 << 28, 99))
+    fmt.encode_segment(block, segment := fmt.SegmentHead(LOG, 1 << 40, 3, 1 << 28, 99, 8))
     assert fmt.decode_segment(block) == segment
     assert fmt.decode_record(record_block(), *PLACE) == RECORD
 
@@ -48,9 +48,9 @@ def test_no_flipped_bit_counts(kind: str) -> None:
     if kind == "record":
         fmt.encode_record(block, RECORD)
     elif kind == "segment":
-        fmt.encode_segment(block, fmt.SegmentHead(LOG, 7, 3, 1 << 28, 99))
+        fmt.encode_segment(block, fmt.SegmentHead(LOG, 7, 3, 1 << 28, 99, 0))
     else:
-        fmt.encode_log(block, fmt.LogHead(LOG, 1 << 28, 99))
+        fmt.encode_log(block, fmt.LogHead(LOG, 1 << 28, 99, 0))
     for at in range(BLOCK):
         block[at] ^= 1 << at % 8
         if kind == "record":

@@ -6,6 +6,7 @@ import pytest
 from ssd_fakes import ROOT, Driver, FakeFiles, items
 
 from kvhold.core.segments import BLOCK
+from kvhold.tiers.ssd.format import LogHead, encode_log
 from kvhold.tiers.ssd.tombstones import PER_BLOCK, Tombstones
 
 LOG = b"L" * 16
@@ -256,3 +257,88 @@ def test_a_file_above_a_smaller_limit_is_rewritten_at_once(count: int) -> None:
     assert len(files.files[PATH.name].now) <= 5 * BLOCK
     after = opened(files)
     assert all(after.hides(record(b"key %d" % index, 6, 0)) for index in range(count))
+
+
+def purged(names: str, *, then: str = "") -> FakeFiles:
+    """A log that has stored ``names`` and forgotten the first of them, and after that stored ``then`` elsewhere."""
+    files = FakeFiles()
+    driver = Driver(files)
+    assert driver.begin(0)
+    assert not driver.store(items(*names))
+    assert driver.forget(*items(names[0]))
+    if then:
+        assert driver.begin(1)
+        assert not driver.store(items(*then))
+    driver.close()
+    return files.after_kill()
+
+
+def reopened(files: FakeFiles) -> tuple[set[bytes], int]:
+    """What the next manager finds, and whether it has noticed that tombstones are lost."""
+    driver = Driver(files)
+    found = driver.recover()
+    driver.close()
+    return found.keys, found.counts["lost_tombstones"]
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "an older one", "removed with kvhold.log"])
+def test_tombstones_that_are_lost_bring_nothing_back(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    files = purged("ab", then="cd")
+    assert reopened(files) == ({b"b", b"c", b"d"}, 0)
+    older = bytes(files.files[PATH.name].now)
+    driver = Driver(files.after_kill())
+    assert driver.begin(2)
+    assert not driver.store(items("e"))
+    assert driver.forget(*items("c"))
+    assert driver.begin(3)
+    assert not driver.store(items("f"))
+    driver.close()
+    assert reopened(files) == ({b"b", b"d", b"e", b"f"}, 0)
+    if how == "emptied":
+        files.files[PATH.name].now.clear()
+    elif how == "an older one":
+        files.files[PATH.name].now[:] = older
+    else:
+        del files.files[PATH.name]
+    if how == "removed with kvhold.log":
+        del files.files["kvhold.log"]
+    assert reopened(files) == ({b"f"}, 1)
+    assert "kvhold.tombstones is missing, or is an older one" in caplog.text
+    for _ in range(3):  # all is as it should be again, and stays so
+        assert reopened(files) == ({b"f"}, 0)
+    driver = Driver(files.after_kill())
+    assert driver.begin(0)
+    assert not driver.store(items("g"))
+    driver.close()
+    assert reopened(files) == ({b"f", b"g"}, 0)
+
+
+def test_a_log_from_before_this_was_noted_is_noted_when_it_is_opened() -> None:
+    files = purged("ab")
+    head = files.files["kvhold.log"].now
+    encode_log(head, LogHead(bytes(head[16:32]), 128 << 10, 1, 0))
+    assert reopened(files) == ({b"b"}, 0)
+    del files.files[PATH.name]
+    assert reopened(files) == (set(), 1)
+
+
+def test_tombstones_that_hide_nothing_any_more_are_not_missed() -> None:
+    files = purged("ab", then="cd")
+    driver = Driver(files.after_kill())
+    assert driver.begin(0)  # what was purged is gone for good
+    driver.close()
+    assert reopened(files) == ({b"c", b"d"}, 0)
+    del files.files[PATH.name]
+    assert reopened(files) == ({b"c", b"d"}, 0)
+
+
+def test_tombstones_that_are_removed_while_a_manager_runs_are_written_again() -> None:
+    files = FakeFiles()
+    driver = Driver(files)
+    assert driver.begin(0)
+    assert not driver.store(items("a", "b", "c"))
+    assert driver.forget(*items("a"))
+    del files.files[PATH.name]
+    assert driver.forget(*items("b"))
+    driver.close()
+    assert reopened(files.after_kill()) == ({b"c"}, 0)

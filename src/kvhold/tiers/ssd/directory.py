@@ -12,23 +12,23 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EIO
 from pathlib import Path
 from typing import Final
 
 from kvhold.core.segments import BLOCK
-from kvhold.tiers.ssd.files import FileLayer, RealFiles, blocks, write_all
-from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead, encode_log
+from kvhold.tiers.ssd.files import FileLayer, NotAFile, RealFiles, Shared
+from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead
 from kvhold.tiers.ssd.survey import (
     LOCK_FILE,
-    LOG_FILE,
     TOMBSTONES_FILE,
     DirectoryError,
     Log,
     identify,
+    is_ours,
     segment_name,
     segment_numbers,
     survey,
+    write_log,
 )
 from kvhold.units import format_size
 
@@ -84,6 +84,7 @@ def claim_log(
             raise DirectoryError(
                 f"ssd: {path} cannot be made, {path.parent} is not there: make that, or mount the disk that has it"
             ) from None
+        files.check_private(path, filter(is_ours, files.names(path)))
         try:
             lock = files.lock(path / LOCK_FILE)
         except BlockingIOError:
@@ -118,6 +119,7 @@ def trim_log(opened: Log) -> None:
         opened.tombstones.limit = reserve_bytes(opened.budget) // 2 - 2 * BLOCK  # twice that, while it is rewritten
         try:
             opened.tombstones.compact(_oldest_seq(opened))
+            opened.note_forgotten()
         except OSError as error:
             log.warning("ssd: %s: tombstones not compacted: %s", opened.path, error)
         _warn_of_room(opened)
@@ -127,11 +129,23 @@ def trim_log(opened: Log) -> None:
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
+    except Shared as error:
+        raise DirectoryError(f"ssd: {path} cannot be used: {_said(path, error)}") from None
+    except NotAFile as error:
+        raise DirectoryError(
+            f"ssd: {path} cannot be used: {_said(path, error)}; remove it, or name another directory"
+        ) from None
     except OSError as error:
         raise DirectoryError(
-            f"ssd: {path} cannot be used: {error.strerror or error}; check that it is there, that this user may write "
+            f"ssd: {path} cannot be used: {_said(path, error)}; check that it is there, that this user may write "
             "to it and that its filesystem is healthy and not full"
         ) from None
+
+
+def _said(path: Path, error: OSError) -> str:
+    """What the system said, and of which file unless that is ``path`` itself."""
+    where = f"{error.filename}: " if error.filename not in (None, str(path), path) else ""
+    return f"{where}{error.strerror or error}"
 
 
 def open_for_reading(path: Path, files: FileLayer | None = None) -> Log:
@@ -143,7 +157,7 @@ def open_for_reading(path: Path, files: FileLayer | None = None) -> Log:
             raise DirectoryError(f"ssd: {path} holds no log of kvhold; name the directory that was given with --ssd")
         return survey(path, files, found, segment_numbers(names), names, bad)
     except OSError as error:
-        raise DirectoryError(f"ssd: {path} cannot be read: {error.strerror or error}") from None
+        raise DirectoryError(f"ssd: {path} cannot be read: {_said(path, error)}") from None
 
 
 def in_use(path: Path, files: FileLayer | None = None) -> bool:
@@ -183,7 +197,7 @@ def _open(path: Path, budget: int, segment_bytes: int, files: FileLayer) -> Log:
         files.remove(path / TOMBSTONES_FILE)
         found, present, bad = _create(path, files, segment_bytes), [], False
     elif bad:
-        _write_log(path, files, found)
+        write_log(path, files, found)
     opened = survey(path, files, found, present, names, bad)
     opened.budget, opened.removed_segments = budget, removed
     return opened
@@ -224,25 +238,9 @@ def _shrink(opened: Log, segments: int) -> None:
 
 
 def _create(path: Path, files: FileLayer, segment_bytes: int) -> LogHead:
-    head = LogHead(os.urandom(16), segment_bytes, time.time_ns())
-    _write_log(path, files, head)
+    head = LogHead(os.urandom(16), segment_bytes, time.time_ns(), 0)
+    write_log(path, files, head)
     return head
-
-
-def _write_log(path: Path, files: FileLayer, head: LogHead) -> None:
-    block = blocks(BLOCK)
-    encode_log(block, head)
-    fresh = path / (LOG_FILE + ".new")
-    files.remove(fresh)
-    handle = files.open_segment(fresh, create=True)
-    try:
-        if write_all(files, handle, [block], 0) != BLOCK:
-            raise OSError(EIO, "the disk took a part of a block only")
-        files.fdatasync(handle)
-    finally:
-        files.close(handle)
-    files.replace(fresh, path / LOG_FILE)
-    files.sync_names(path)
 
 
 def _remove(path: Path, files: FileLayer, numbers: list[int]) -> int:

@@ -12,9 +12,9 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_IFREG, S_ISBLK, S_ISCHR, S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK, S_IWGRP, S_IWOTH
 from typing import Final, Protocol
 
 from kvhold.core.segments import BLOCK
@@ -25,6 +25,14 @@ IOV_MAX: Final = 1024
 MEDIA_ERRORS: Final = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EREMOTEIO, errno.EUCLEAN}
 """What says that bytes on the disk are lost. Any other error only says that they could not be looked at."""
 _LOCK_TRIES: Final = 10
+_KINDS: Final = (
+    (S_ISDIR, "a directory"),
+    (S_ISFIFO, "a named pipe"),
+    (S_ISLNK, "a symbolic link"),
+    (S_ISSOCK, "a socket"),
+    (S_ISCHR, "a device"),
+    (S_ISBLK, "a device"),
+)
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # glibc's posix_fallocate would write every block instead
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -33,13 +41,33 @@ class Misaligned(ValueError):
     """An offset, a length or an address is no multiple of 4096: a mistake of ours, never the disk's."""
 
 
+class NotAFile(OSError):
+    """Something that is no file has a file's name: a directory, a named pipe, a link. ``filename`` is where."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+        super().__init__(errno.EISDIR if S_ISDIR(mode) else errno.ENXIO, f"it is {kind}, not a file", str(path))
+
+
+class Shared(OSError):
+    """Others may write to a directory or a file: what it holds may be theirs. ``strerror`` has the remedy."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EPERM, why, str(path))
+
+
 class FileLayer(Protocol):
     """Files by handle. Everything raises OSError; ``preadv`` and ``pwritev`` may do less than they were asked to."""
 
     def lock(self, path: Path) -> int:
         """Lock a file, made if it is not there, until its handle is closed or the process ends. BlockingIOError."""
 
-    def make_directory(self, directory: Path) -> None: ...
+    def make_directory(self, directory: Path) -> None:
+        """Make it, if it is not there yet, for this user alone."""
+
+    def check_private(self, directory: Path, names: Iterable[str]) -> None:
+        """Raise Shared where others may write to it or to one of the files ``names``, NotAFile where one is none."""
+
     def names(self, directory: Path) -> dict[str, int]:
         """What is in a directory: bytes on the disk of each regular file, -1 for anything else."""
 
@@ -69,7 +97,7 @@ class RealFiles:
         self._locks: dict[Path, tuple[Path, int]] = {}  # by directory: the lock file and its handle
 
     def lock(self, path: Path) -> int:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = _open(path, os.O_RDWR | os.O_CREAT)
         for left in reversed(range(_LOCK_TRIES)):  # a manager that is just being killed holds it for a moment
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,6 +117,18 @@ class RealFiles:
         except FileExistsError:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
 
+    def check_private(self, directory: Path, names: Iterable[str]) -> None:
+        _check_owner(directory, directory.stat(), "-R ")
+        for name in names:
+            path = directory / name
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue
+            if not S_ISREG(status.st_mode):
+                raise NotAFile(path, status.st_mode)
+            _check_owner(path, status)
+
     def names(self, directory: Path) -> dict[str, int]:
         found = {}
         with os.scandir(directory) as entries:
@@ -98,15 +138,15 @@ class RealFiles:
         return found
 
     def open_segment(self, path: Path, *, create: bool = False, write: bool = True) -> int:
-        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
         if write:
             self._still_ours(path.parent)
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600)
+            return _open(path, flags | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        handle = os.open(path, flags, 0o600)
+        handle = _open(path, flags)
         self._go_buffered(handle)
         return handle
 
@@ -207,6 +247,38 @@ class RealFiles:
                 "and takes memory there until it is dropped; use ext4 or xfs for full speed",
                 os.path.realpath(f"/proc/self/fd/{handle}"),
             )
+
+
+def _open(path: Path, flags: int) -> int:
+    """A regular file's handle. Nothing else is waited for or followed: a named pipe would keep a start for ever."""
+    try:
+        handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError:
+        try:
+            mode = path.lstat().st_mode
+        except OSError:
+            mode = S_IFREG
+        if not S_ISREG(mode):
+            raise NotAFile(path, mode) from None
+        raise
+    mode = os.fstat(handle).st_mode
+    if not S_ISREG(mode):
+        os.close(handle)
+        raise NotAFile(path, mode)
+    return handle
+
+
+def _check_owner(path: Path, status: os.stat_result, depth: str = "") -> None:
+    """Raise Shared unless only this user, and root, may write to it."""
+    if status.st_uid not in (os.geteuid(), 0):
+        remedy = f"run `chown {depth}{os.geteuid()} {path}`, or run the manager as that user"
+        raise Shared(path, f"it belongs to another user (uid {status.st_uid}): {remedy}")
+    if status.st_mode & (S_IWGRP | S_IWOTH):
+        who = "every user" if status.st_mode & S_IWOTH else "its group"
+        instead = (
+            ", or name a folder in it that is not there yet, which kvhold makes for this user alone" if depth else ""
+        )
+        raise Shared(path, f"{who} may write to it: run `chmod go-w {path}`{instead}")
 
 
 def check_aligned(buffers: Sequence[memoryview], offset: int) -> None:

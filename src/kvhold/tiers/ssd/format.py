@@ -33,8 +33,8 @@ _RECORD_MAGIC: Final = b"kvholdRC"
 _ZEROS: Final = bytes(BLOCK)
 _SUM_AT: Final = BLOCK - SUM
 _COMMON: Final = Struct("<8sII16s")  # magic, version, flags, log
-_LOG: Final = Struct("<QQ")  # bytes of a segment, creation time
-_SEGMENT: Final = Struct("<QI4xQQ")  # seq, number, bytes of a segment, creation time
+_LOG: Final = Struct("<QQQ")  # bytes of a segment, creation time, greatest seq in tombstones
+_SEGMENT: Final = Struct("<QI4xQQQ")  # seq, number, bytes of a segment, creation time, greatest seq in tombstones
 _RECORD: Final = Struct("<QIIQQQQ32sIHBBBB6x64s64s16s")
 _SHARD: Final = Struct("<Q16s")
 _SHARDS_AT: Final = 512
@@ -54,11 +54,12 @@ class Flaw(StrEnum):
 
 
 class LogHead(NamedTuple):
-    """What the file that names a log says."""
+    """What the file that names a log says. ``forgotten_seq`` is the greatest seq in tombstones by then, 0 if none."""
 
     log: bytes
     segment_bytes: int
     created: int
+    forgotten_seq: int
 
 
 class SegmentHead(NamedTuple):
@@ -67,6 +68,7 @@ class SegmentHead(NamedTuple):
     number: int
     segment_bytes: int
     created: int
+    forgotten_seq: int
 
 
 class RecordHead(NamedTuple):
@@ -104,7 +106,7 @@ def proper_shards(shards: Sequence[int]) -> bool:
 
 def encode_log(buffer: Buffer, head: LogHead) -> None:
     _begin(buffer, _LOG_MAGIC, head.log)
-    _LOG.pack_into(buffer, _REST, head.segment_bytes, head.created)
+    _LOG.pack_into(buffer, _REST, head.segment_bytes, head.created, head.forgotten_seq)
     _finish(buffer)
 
 
@@ -115,7 +117,7 @@ def decode_log(block: bytes | Buffer) -> LogHead | Flaw:
 
 def encode_segment(buffer: Buffer, head: SegmentHead) -> None:
     _begin(buffer, _SEGMENT_MAGIC, head.log)
-    _SEGMENT.pack_into(buffer, _REST, head.seq, head.number, head.segment_bytes, head.created)
+    _SEGMENT.pack_into(buffer, _REST, head.seq, head.number, head.segment_bytes, head.created, head.forgotten_seq)
     _finish(buffer)
 
 

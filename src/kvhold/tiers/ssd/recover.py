@@ -33,13 +33,14 @@ class Recovery:
     ``segments``, ``unused``, ``bad_header``, ``wrong_version``, ``foreign`` are segments; ``sealed``, ``unsealed``,
     ``bad_footer`` are kinds of those that count; ``torn``, ``stale``, ``foreign_record``, ``wrong_version_record`` say
     why a scan ended where it did; ``truncated`` and ``unreadable`` are files; ``records`` and ``tombstoned`` are
-    records, ``bad_tombstones`` blocks.
+    records, ``bad_tombstones`` blocks, ``lost_tombstones`` is 1 where their file is not what it was.
     """
 
     def __init__(self, opened: Log) -> None:
         self._log = opened
         self.counts: Counter[str] = Counter(foreign_files=opened.foreign_files, bad_log=int(opened.bad_log))
         self.counts["bad_tombstones"] = opened.tombstones.damaged
+        self.counts["lost_tombstones"] = int(opened.tombstones.lost)
         self.lives: list[tuple[int, int]] = []
         """(segment, seq) of segments that count, the oldest life first."""
         names = {Flaw.EMPTY: "unused", Flaw.DAMAGED: "bad_header"}

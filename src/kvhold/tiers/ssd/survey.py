@@ -1,14 +1,18 @@
-"""What is in a log's directory: whose log it is, its segments, and what their headers say. Changes nothing."""
+"""What is in a log's directory: whose log it is, its segments, and what their headers say.
+
+Nothing changes there but by :func:`write_log`.
+"""
 
 import logging
 import re
 from dataclasses import dataclass, field
+from errno import EIO
 from pathlib import Path
 from typing import Final
 
 from kvhold.core.segments import BLOCK
-from kvhold.tiers.ssd.files import MEDIA_ERRORS, FileLayer, blocks, read_all
-from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead, decode_log, decode_segment
+from kvhold.tiers.ssd.files import MEDIA_ERRORS, FileLayer, blocks, read_all, write_all
+from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead, decode_log, decode_segment, encode_log
 from kvhold.tiers.ssd.tombstones import Tombstones
 
 log = logging.getLogger(__name__)
@@ -30,7 +34,8 @@ class Log:
 
     A head is ``None`` for a segment without a file, and for one that was begun anew since. ``newest_seq`` is the
     greatest number that a life may have had: new ones are greater. ``bytes_on_disk`` is what was there when it was
-    opened, after removals. Sizes are bytes.
+    opened, after removals. ``forgotten_seq`` is the greatest number in tombstones that the log's other files know of.
+    Sizes are bytes.
     """
 
     path: Path
@@ -41,6 +46,8 @@ class Log:
     heads: list[SegmentHead | Flaw | None]
     tombstones: Tombstones
     newest_seq: int
+    created: int
+    forgotten_seq: int
     budget: int = 0
     min_free: int = 0
     foreign_files: int = 0
@@ -52,6 +59,13 @@ class Log:
 
     def segment_path(self, segment: int) -> Path:
         return self.path / segment_name(self.numbers[segment])
+
+    def note_forgotten(self) -> None:
+        """Have the loss of the tombstones noticed from now on: write down, elsewhere, how far they go. OSError."""
+        seq = self.tombstones.newest_seq
+        if seq > self.forgotten_seq:
+            write_log(self.path, self.files, LogHead(self.id, self.segment_bytes, self.created, seq))
+            self.forgotten_seq = seq
 
     def close(self) -> None:
         """Let the directory go. Not while an I/O may still be under way."""
@@ -84,7 +98,7 @@ def identify(path: Path, files: FileLayer) -> tuple[LogHead | None, dict[str, in
     for number in segment_numbers(names):
         segment = segment_head(files, path / segment_name(number), None)
         if isinstance(segment, SegmentHead):
-            claims[segment.log] = LogHead(segment.log, segment.segment_bytes, segment.created)
+            claims[segment.log] = LogHead(segment.log, segment.segment_bytes, segment.created, 0)
     if len(claims) > 1:
         raise DirectoryError(
             f"ssd: {path} has segments of {len(claims)} logs and no readable {LOG_FILE}; remove the segments that do "
@@ -100,17 +114,47 @@ def survey(path: Path, files: FileLayer, found: LogHead, numbers: list[int], nam
         if isinstance(head, SegmentHead) and (head.log, head.number) != (found.log, number):
             heads[-1] = Flaw.FOREIGN
     sizes = [names[segment_name(number)] for number in numbers]
+    good = [head for head in heads if isinstance(head, SegmentHead)]
+    forgotten = max(found.forgotten_seq, *(head.forgotten_seq for head in good), 0)
     stones = Tombstones(files, path / TOMBSTONES_FILE, found.log, 0)
     stones.load()
-    seqs = [head.seq for head in heads if isinstance(head, SegmentHead)]
-    newest = max(stones.newest_seq, *seqs, 0)
+    if forgotten > stones.newest_seq and any(head.seq <= forgotten for head in good):
+        log.warning(
+            "ssd: %s is missing, or is an older one, and what it said is not known: nothing that was stored until the "
+            "last purge is used",
+            path / TOMBSTONES_FILE,
+        )
+        stones.hide_all(forgotten)
+    newest = max(stones.newest_seq, *(head.seq for head in good), 0)
     if any(isinstance(head, Flaw) for head in heads):
         newest += _UNKNOWN_SEQS
     foreign = sum(1 for name in names if name not in _OURS and not _is_segment(name, names))
     return Log(
-        path, files, found.log, found.segment_bytes, list(numbers), heads, stones, newest,
+        path, files, found.log, found.segment_bytes, list(numbers), heads, stones, newest, found.created, forgotten,
         foreign_files=foreign, bad_log=bad, bytes_on_disk=sum(sizes), sizes=sizes,
     )  # fmt: skip
+
+
+def write_log(path: Path, files: FileLayer, head: LogHead) -> None:
+    """Say, durably, whose directory this is. OSError."""
+    block = blocks(BLOCK)
+    encode_log(block, head)
+    fresh = path / (LOG_FILE + ".new")
+    files.remove(fresh)
+    handle = files.open_segment(fresh, create=True)
+    try:
+        if write_all(files, handle, [block], 0) != BLOCK:
+            raise OSError(EIO, "the disk took a part of a block only")
+        files.fdatasync(handle)
+    finally:
+        files.close(handle)
+    files.replace(fresh, path / LOG_FILE)
+    files.sync_names(path)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a log may have a file of this name."""
+    return name in _OURS or _SEGMENT_NAME.fullmatch(name) is not None
 
 
 def segment_numbers(names: dict[str, int]) -> list[int]:

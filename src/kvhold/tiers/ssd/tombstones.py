@@ -50,6 +50,8 @@ class Tombstones:
         self._hidden: dict[Name, Position] = {}
         self._owed: dict[Name, Position] = {}  # hidden, and not durably: a write of them failed
         self.damaged = 0
+        self.lost = False
+        """Whether some that were there are not, so that more is hidden."""
         self.newest_seq = 0
 
     def __len__(self) -> int:
@@ -83,6 +85,13 @@ class Tombstones:
                 return True
         return False
 
+    def hide_all(self, seq: int) -> None:
+        """Hide all that was appended to lives up to ``seq``; durably once this is compacted or appended to."""
+        everything = b"", -1, b""
+        self._hide(everything, (seq + 1, 0))
+        self._owed[everything] = self._hidden[everything]
+        self.lost = True
+
     def append(self, names: Iterable[Name], namespace: bytes | None, position: Position) -> None:
         """Hide these, or (``namespace`` given) all of a namespace, or (empty) all; durable on return. OSError.
 
@@ -98,7 +107,7 @@ class Tombstones:
             self._hide(name, position)
             self._owed[name] = self._hidden[name]
         buffer = self._pack(self._owed.items())
-        if self._end + len(buffer) > self.limit:
+        if self._end + len(buffer) > self.limit or self._shortened():
             self.rewrite()
         else:
             self._write(self._path, buffer, self._end)
@@ -113,7 +122,7 @@ class Tombstones:
         for name in [name for name, (seq, _) in self._hidden.items() if seq < oldest_seq]:
             del self._hidden[name]
         wasteful = self._end > 2 * len(self._pack(self._hidden.items())) + 16 * BLOCK
-        if wasteful or self._end > self.limit or (self._end and not self._hidden):
+        if self._owed or wasteful or self._end > self.limit or (self._end and not self._hidden):
             self.rewrite()
 
     def rewrite(self) -> None:
@@ -130,6 +139,19 @@ class Tombstones:
         self._files.replace(fresh, self._path)
         self._name()
         self._owed.clear()
+
+    def _shortened(self) -> bool:
+        """Whether somebody has removed or cut what was written: what is in memory is all that says it."""
+        if not self._end:
+            return False
+        try:
+            handle = self._files.open_segment(self._path, write=False)
+        except FileNotFoundError:
+            return True
+        try:
+            return self._files.size(handle) < self._end
+        finally:
+            self._files.close(handle)
 
     def _name(self) -> None:
         """Make the file be found after a loss of power."""

@@ -70,7 +70,8 @@ class Writer:
         self._handles.create(effect.segment)
         block = self._heads[:HEADER]
         number = self._log.numbers[effect.segment]
-        encode_segment(block, SegmentHead(self._log.id, effect.seq, number, self._log.segment_bytes, time.time_ns()))
+        size, forgotten = self._log.segment_bytes, self._log.forgotten_seq
+        encode_segment(block, SegmentHead(self._log.id, effect.seq, number, size, time.time_ns(), forgotten))
         # Even a header that reaches the disk although this call fails has used its number up.
         self._log.newest_seq = effect.seq
         with self._handles.use(effect.segment, write=True) as handle:
@@ -144,6 +145,7 @@ class Writer:
         seq, end, tried = self._tail
         at = max(effect.at, tried) if effect.seq == seq and tried > end else effect.at
         self._log.tombstones.append(effect.names, effect.namespace, (effect.seq, at))
+        self._log.note_forgotten()
 
     def _append(self, handle: int, life: _Life, segment: int, objects: Sequence[Stored]) -> int:
         number, now = self._log.numbers[segment], time.time_ns()
