@@ -5,6 +5,7 @@ import socket
 import struct
 from pathlib import Path
 
+from kvhold.cgroups import Bound, Cgroups
 from kvhold.units import format_size
 
 HUGE = 2 << 20
@@ -16,18 +17,29 @@ _LONGEST_SOCKET = 107
 _CREDENTIALS = struct.Struct("iII")
 
 
-def available_memory() -> int:
-    """Bytes that the kernel thinks can be allocated without swapping, within this process's cgroup."""
+_cgroups = Cgroups()
+
+
+def bounds(huge_pages: bool = False) -> list[Bound]:
+    """All that bounds what this process can have: the host, and each of its cgroups that has a limit.
+
+    Of ``huge_pages`` the host's are counted elsewhere: they are set aside in its memory already.
+    """
+    if huge_pages:
+        return _cgroups.bounds(huge_pages)
     with open("/proc/meminfo") as meminfo:
         free = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
-    try:
-        with open("/sys/fs/cgroup/memory.max") as most, open("/sys/fs/cgroup/memory.current") as current:
-            limit = most.read().strip()
-            if limit != "max":
-                free = min(free, max(0, int(limit) - int(current.read())))
-    except OSError:
-        pass
-    return free
+    return [Bound("the host", total_memory(), free), *_cgroups.bounds()]
+
+
+def tightest(huge_pages: bool) -> Bound | None:
+    """The bound that leaves least to be taken, if there is any."""
+    return min(bounds(huge_pages), key=lambda bound: bound.spare, default=None)
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping, as far as the kernel tells, within the process's cgroups."""
+    return min(bound.free for bound in bounds())
 
 
 def total_memory() -> int:
@@ -37,7 +49,7 @@ def total_memory() -> int:
 
 def default_dram() -> int:
     """Bytes of arena that an engine's own manager takes unless told otherwise: 20% of free memory, at most 8GiB."""
-    return min(8 << 30, available_memory() // 5)
+    return max(HUGE, min(8 << 30, available_memory() // 5))
 
 
 def page_size(dram: int) -> int:
@@ -50,12 +62,16 @@ def arena_size(dram: int) -> int:
     return dram // page_size(dram) * page_size(dram)
 
 
-def check_dram(dram: int) -> None:
-    """Raises ValueError, saying what ``dram`` bytes are, when no arena of this host can have them."""
+def check_dram(dram: int, huge_pages: bool) -> None:
+    """Raises ValueError, saying what ``dram`` bytes are, when no arena of this process can have them."""
     if dram < HUGE:
         raise ValueError(f"too small; give at least {format_size(HUGE)}")
     if dram > total_memory():
         raise ValueError(f"more than the host has, {format_size(total_memory())}; give less")
+    for bound in bounds(huge_pages):
+        if dram > bound.total:
+            limit = f"{format_size(bound.total)}, the memory limit of {bound.owner}"
+            raise ValueError(f"more than {limit}; give less, or raise the limit")
 
 
 def check_huge_pages(dram: int) -> None:

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "copy": {"copy", "client.arena"},
     "engines": {"engines", "client", "protocol", "copy", "units", "host"},
     "units": set(),
-    "host": {"units"},
+    "host": {"units", "cgroups"},
+    "cgroups": set(),
 }
 """By the first part of a module's name; the commands and kvhold itself may import anything."""
 

@@ -10,17 +10,20 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable
 
 from kvhold.core.arena import ALIGN
-from kvhold.host import HUGE, PAGE, arena_size, available_memory, check_dram, page_size, total_memory
+from kvhold.host import HUGE, PAGE, arena_size, check_dram, page_size, tightest
 from kvhold.manager.config import ConfigError
 from kvhold.units import format_size
 
 log = logging.getLogger(__name__)
 
-RESERVE = 1 << 30
-"""What populating leaves to everybody else, or a twentieth of the host's memory if that is more."""
+AGAIN_SECONDS = 5.0
+"""How long after it was stopped by a lack of memory populating looks for more."""
+_PIECE = 16 << 20
+"""Bytes between two looks at what is left: others take memory at the same time."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -32,13 +35,13 @@ class ArenaMemory:
 
     def __init__(self, dram: int, huge_pages: bool) -> None:
         try:
-            check_dram(dram)
+            check_dram(dram, huge_pages)
         except ValueError as error:
             raise ConfigError(f"dram: {format_size(dram)} is {error}") from None
         self.page = page_size(dram)
         self.bytes = arena_size(dram)
         self.pages = self.bytes // self.page
-        self._reserved = huge_pages  # the kernel has set them aside: they are not part of what is free
+        self._huge_pages = huge_pages
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
             self.fd = os.memfd_create("kvhold-arena", flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0))
@@ -57,33 +60,52 @@ class ArenaMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         if _madvise(self._address, 0, _MADV_POPULATE_WRITE):
             raise ConfigError("dram: this kernel cannot populate memory safely; kvhold needs Linux 5.14 or newer")
-        if available_memory() < self.page or _populate(self._address, self.page):
-            raise ConfigError(f"dram: not even {format_size(self.page)} of memory can be had; free some")
+        if not self._populate(0):
+            raise ConfigError(
+                f"dram: not even {format_size(self.page)} of memory can be had{self._shortage()}; free some"
+            )
 
     @property
     def view(self) -> memoryview:
         """All of it. Only what was populated may be touched."""
         return memoryview(self._map)
 
-    def populate(self, added: Callable[[int], None], stop: Callable[[], bool]) -> None:
+    def populate(self, added: Callable[[int], None], ended: threading.Event) -> None:
         """Allocate all pages but the first, which is there, saying so through ``added``.
 
-        Stops early, with a warning, where memory ends.
+        Where memory ends, says so once, and goes on when there is more; until ``ended``.
         """
-        reserve = max(RESERVE, total_memory() // 20)
-        for index in range(1, self.pages):
-            if stop():
-                return
-            short = not self._reserved and available_memory() - self.page < reserve
-            if short or _populate(self._address + index * self.page, self.page):
+        index, short = 1, False
+        while index < self.pages and not ended.is_set():
+            if self._populate(index):
+                index += 1
+                added(1)
+            elif short:
+                ended.wait(AGAIN_SECONDS)
+            else:
+                short = True
                 log.warning(
-                    "arena: only %s of %s could be had, %s are left for everybody else",
+                    "arena: only %s of %s can be had now%s; the rest is taken once there is room",
                     format_size(index * self.page),
                     format_size(self.bytes),
-                    format_size(available_memory()),
+                    self._shortage(),
                 )
-                return
-            added(1)
+
+    def _populate(self, index: int) -> bool:
+        """Allocate a page, or none of it where that would go beyond what others are left."""
+        start, end = index * self.page, (index + 1) * self.page
+        for at in range(start, end, _PIECE):
+            bound = tightest(self._huge_pages)
+            if (bound is not None and bound.spare < end - at) or _populate(self._address + at, min(_PIECE, end - at)):
+                self._map.madvise(mmap.MADV_REMOVE, start, self.page)
+                return False
+        return True
+
+    def _shortage(self) -> str:
+        bound = tightest(self._huge_pages)
+        if bound is None:
+            return ""
+        return f": {bound.owner} has {format_size(bound.free)} of {format_size(bound.total)} left for everybody else"
 
 
 def _populate(address: int, size: int) -> int:

@@ -80,6 +80,7 @@ class Server:
         self._waiting: dict[int, float] = {}  # by session that asked for what disks must do, until when
         self._wake_read, self.wake_descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = False
+        self._no_more = threading.Event()
         self._starter = self._watch_starter()
 
     # --- from other threads -------------------------------------------------------------------------------------
@@ -161,6 +162,7 @@ class Server:
                 self._expire()
         finally:
             self._stopping = True
+            self._no_more.set()
             self.listener.close()
             for connection in self.connections.values():
                 connection.close()
@@ -251,8 +253,8 @@ class Server:
             self._wake()
 
         begun = time.monotonic()
-        self.memory.populate(added, lambda: self._stopping)
-        if not self._stopping:
+        self.memory.populate(added, self._no_more)
+        if not self._no_more.is_set():
             log.info("arena populated in %.1f s", time.monotonic() - begun)
 
     def _watch_starter(self) -> set[int]:

@@ -112,7 +112,7 @@ def _check_own(settings: Settings) -> None:
         except ValueError as error:
             raise ValueError(f"kvhold: setting 'dram': {error}") from None
         try:
-            check_dram(dram)
+            check_dram(dram, settings.huge_pages)
         except ValueError as error:
             raise _wrong("dram", settings.dram, f", which is {error}") from None
     if settings.huge_pages:
