@@ -1,5 +1,6 @@
 """Engines with pipeline stages: each stage keeps its own layers' part of every object."""
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +52,7 @@ def daily(*names: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 

@@ -29,7 +29,6 @@ from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_block_hash,
     get_group_id,
-    get_kv_cache_config_from_groups,
     get_request_block_hasher,
     init_none_hash,
     resolve_cache_hit_alignment_tokens,
@@ -41,6 +40,11 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups  # from vLLM 0.33 on
+except ModuleNotFoundError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 from kvhold.copy.host import HostCopier
 from kvhold.copy.job import Job
@@ -313,6 +317,9 @@ class OracleEngine:
                 target_parallel_config=config.parallel_config,
             )
             config.speculative_config.method = kind.method  # a draft model is not needed for what the scheduler does
+            if hasattr(config.speculative_config, "disable_lookahead_block_hashes"):
+                # vLLM 0.33 alone has hashes of its own for drafters, which it gives up beside any connector.
+                config.speculative_config.disable_lookahead_block_hashes = True
         return config
 
     def _cache_config(self, config: VllmConfig) -> Any:

@@ -95,7 +95,8 @@ def kept_groups(config: "VllmConfig", cache: "KVCacheConfig") -> tuple[Group, ..
 
 
 def _check_scratch(group: "KVCacheGroupSpec", kind: str) -> None:
-    if group.is_eagle_group:
+    drafts = any(getattr(spec, "is_draft", False) for spec in iter_layer_specs(group.kv_cache_spec))
+    if group.is_eagle_group or drafts:  # vLLM 0.33 flags only groups whose last block is dropped
         raise Unsupported(
             f"kvhold: the draft model's KV ({kind}) cannot be kept, and without it a restored prompt would spoil its "
             "guesses; use another speculative method or run without kvhold"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import cache as cache_module
 from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
@@ -71,7 +72,7 @@ def describe(
         "positions": _positions(model),
         "drafter": _drafter(config),
         "kv_layout": repr(cache.kv_cache_layout),
-        "kv_dtype": [kv.cache_dtype, *_scales(config)],
+        "kv_dtype": [*_kv_dtypes(config), *_scales(config)],
         "mamba": [str(getattr(kv, name, "")) for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")],
         "block_size": kv.block_size,
         "hash_block_size": repr(cache.hash_block_size),
@@ -220,6 +221,16 @@ def _layer(layer: Any) -> list[str]:
         str(getattr(layer, "kv_cache_dtype", "")),
         str(getattr(layer, "isa", "")),
     ]
+
+
+def _kv_dtypes(config: "VllmConfig") -> list[str]:
+    """How KV is stored. What a platform's own type means is said by the class that was registered for it."""
+    name = config.cache_config.cache_dtype
+    handler = None
+    if hasattr(cache_module, "get_kv_cache_dtype_handler"):  # from vLLM 0.33 on
+        handler = cache_module.get_kv_cache_dtype_handler(name)
+    kind = f"{type(handler).__module__}.{type(handler).__qualname__}" if handler is not None else ""
+    return [name, kind, str(getattr(config.attention_config, "indexer_kv_dtype", ""))]
 
 
 def _scales(config: "VllmConfig") -> list[str]:

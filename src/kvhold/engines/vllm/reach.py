@@ -71,14 +71,16 @@ class Reach:
         if not self._caching:
             return None
         manager, coordinator = self._managers[at], self._coordinator
+        # vLLM 0.33 tells groups of drafters from those whose last block is dropped for them.
+        dropping = getattr(coordinator, "drop_eagle_group_ids", coordinator.eagle_group_ids)
         boundaries = [
-            *replay_boundaries(
-                request.num_prompt_tokens, coordinator.scheduler_block_size, bool(coordinator.eagle_group_ids)
-            ),
+            *replay_boundaries(request.num_prompt_tokens, coordinator.scheduler_block_size, bool(dropping)),
             *resumed_at,
         ]
         if request.shared_prefix_boundary:
             boundaries.append(request.shared_prefix_boundary)
+            if manager.use_eagle:  # who parts there lacks the block behind it, which would be dropped
+                boundaries.append(request.shared_prefix_boundary - manager.block_size)
         mask: list[bool] | None = manager.reachable_block_mask(
             start_block=start,
             end_block=end,

@@ -32,4 +32,9 @@ def check_engine(config: "VllmConfig", cache: "KVCacheConfig") -> None:
     ):
         if size > 1:
             raise Unsupported(f"kvhold: {name}={size} is not supported yet; set it to 1 or run without kvhold")
+    if getattr(config, "num_hash_lookahead_tokens", 0):  # from vLLM 0.33 on, and there not beside a connector
+        raise Unsupported(
+            "kvhold: block hashes that cover tokens after their block are not supported; set "
+            '"disable_lookahead_block_hashes": true in the speculative_config'
+        )
     kept_groups(config, cache)
