@@ -1,5 +1,6 @@
-"""Sizes that people write and read: ``64GiB``, ``512MiB``, ``1.5GB``."""
+"""What people write and read: sizes (``64GiB``, ``1.5GB``), times (``7d``), directories and addresses."""
 
+import ipaddress
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -70,6 +71,29 @@ def parse_directory(text: str) -> tuple[Path, int]:
     if budget < LEAST_SSD:
         raise ValueError(f"ssd: {format_size(budget)} for {path} is too small; give at least {format_size(LEAST_SSD)}")
     return Path(path), budget
+
+
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
+_PORT = re.compile(r"[0-9]{1,5}")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``, where an IPv6 address is in brackets. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not _PORT.fullmatch(port) or int(port) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT; write it like 127.0.0.1:9464 or [::1]:9464")
+    if not host:
+        raise ValueError(
+            f"{text!r} names no host; write 127.0.0.1{text} for this host alone, or 0.0.0.0{text} for all that reach it"
+        )
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return str(ipaddress.IPv6Address(host[1:-1])), int(port)
+        except ValueError:
+            raise ValueError(f"{text!r}: {host[1:-1]!r} is not an IPv6 address; write it like [::1]:9464") from None
+    if not _HOST.fullmatch(host):
+        raise ValueError(f"{text!r} is not HOST:PORT; write it like 127.0.0.1:9464, an IPv6 address like [::1]:9464")
+    return host, int(port)
 
 
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([smhd])\s*$", re.IGNORECASE)

@@ -157,7 +157,7 @@ def test_refuses(folder: Path, command: list[str], said: str) -> None:
     ("options", "said"),
     [
         (["--dram", "many"], "--dram: 'many' is not a size"),
-        (["--http", "9464"], "--http: '9464' is not an address"),
+        (["--http", "9464"], "--http: '9464' is not HOST:PORT; write it like 127.0.0.1:9464 or [::1]:9464"),
         (["--ssd", "/x"], "--ssd: '/x' is not PATH:SIZE"),
         (["--ssd", "x:1GiB"], "--ssd: ssd: 'x' is not an absolute path; write it like /var/cache"),
         (["--ssd", "~/x:1GiB"], "'~/x' is not an absolute path"),

@@ -286,8 +286,6 @@ def test_refuses_an_address_it_cannot_have(folder: Path) -> None:
         port = other.getsockname()[1]
         said = refused(folder / "s", "--http", f"127.0.0.1:{port}")
     assert f"http: 127.0.0.1:{port} cannot be bound: Address already in use" in said
-    assert "'9464' is not an address; write it like 127.0.0.1:9464" in refused(folder / "s", "--http", "9464")
-    assert "is not an address" in refused(folder / "s", "--http", "127.0.0.1:99999")
     assert "http: 203.0.113.1:1 cannot be bound" in refused(folder / "s", "--http", "203.0.113.1:1")
     assert os.listdir(folder) == []
 

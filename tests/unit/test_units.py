@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvhold.units import exact_size, format_size, parse_duration, parse_size
+from kvhold.units import exact_size, format_size, parse_address, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,43 @@ def test_what_is_not_a_duration_is_named(text: str) -> None:
 def test_exact_sizes_are_read_as_they_are_written(size: int, text: str) -> None:
     assert exact_size(size) == text
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("localhost:0", ("localhost", 0)),
+        ("my-host.example:65535", ("my-host.example", 65535)),
+        ("[::1]:9464", ("::1", 9464)),
+        ("[::]:1", ("::", 1)),
+        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1)),
+    ],
+)
+def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[::1:9464", "write it like 127.0.0.1:9464, an IPv6 address like [::1]:9464"),
+        ("::1]:9464", "an IPv6 address like [::1]:9464"),
+        ("::1:9464", "an IPv6 address like [::1]:9464"),
+        ("[127.0.0.1]:9464", "'127.0.0.1' is not an IPv6 address; write it like [::1]:9464"),
+        ("[localhost]:9464", "'localhost' is not an IPv6 address"),
+        ("[]:9464", "'' is not an IPv6 address"),
+        ("[::1]", "is not HOST:PORT"),
+        (":9464", "names no host; write 127.0.0.1:9464 for this host alone, or 0.0.0.0:9464 for all that reach it"),
+        ("http://127.0.0.1:9464", "is not HOST:PORT"),
+        ("a b:9464", "is not HOST:PORT"),
+        ("127.0.0.1:65536", "is not HOST:PORT; write it like 127.0.0.1:9464 or [::1]:9464"),
+        ("127.0.0.1:", "is not HOST:PORT"),
+        ("127.0.0.1:١", "is not HOST:PORT"),
+        ("9464", "is not HOST:PORT"),
+        ("", "is not HOST:PORT"),
+    ],
+)
+def test_what_is_no_address_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_address(text)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvhold.client.paths import default_socket
-from kvhold.units import LEAST_WRITE_RATE, format_size, parse_size
+from kvhold.units import LEAST_WRITE_RATE, format_size, parse_address, parse_size
 
 if TYPE_CHECKING:
     from kvhold.manager.config import SsdConfig
@@ -31,10 +31,10 @@ def _rate(text: str) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise typer.BadParameter(f"{text!r} is not an address; write it like 127.0.0.1:9464", param_hint="--http")
-    return host.strip("[]") or "127.0.0.1", int(port)
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--http") from None
 
 
 def _ssd(text: str, min_free: int) -> "SsdConfig":

@@ -5,12 +5,6 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvhold.manager.report import report
-from kvhold.manager.server import Server
-
-ANSWER_SECONDS = 2.0
-"""How long a scrape waits for the loop before it says that the manager is not well."""
-
 COUNTERS = {
     "queries": "Questions asked.",
     "keys_asked": "Keys named in questions that were answered.",
@@ -77,43 +71,37 @@ LOG_KINDS = {
 """Counters with a label ``kind``."""
 
 
-class Collector:
-    """One consistent report per scrape, as metrics."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def collect(self) -> Iterator[Metric]:
-        said = self._server.call(lambda: report(self._server), ANSWER_SECONDS)
-        state = GaugeMetricFamily(
-            "kvhold_arena_state_bytes",
-            "Arena bytes by exclusive state; the sum is kvhold_arena_bytes.",
-            labels=["state"],
-        )
-        for name, value in said["accounts"].items():
-            state.add_metric([name], value)
-        yield state
-        for name, (text, value) in gauges(said).items():
-            yield GaugeMetricFamily(f"kvhold_{name}", text, value=value)
-        yield CounterMetricFamily("kvhold_evicted", "Objects evicted to make room.", value=said["evicted"])
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"kvhold_{name}", text, value=said["counters"].get(name, 0))
-        for name, text in LOG_GAUGES.items():
-            gauge = GaugeMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
-            for one in said["logs"]:
-                gauge.add_metric([one.get("path", "")], one.get(name, 0))
-            yield gauge
-        for name, text in LOG_COUNTERS.items():
-            counter = CounterMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
-            for one in said["logs"]:
-                counter.add_metric([one.get("path", "")], one.get(name, 0))
-            yield counter
-        for family, text in LOG_KINDS.items():
-            counter = CounterMetricFamily(f"kvhold_ssd_{family}", text, labels=["path", "kind"])
-            for one in said["logs"]:
-                for kind, count in one.get(family, {}).items():
-                    counter.add_metric([one.get("path", ""), kind], count)
-            yield counter
+def metrics(said: dict[str, Any]) -> Iterator[Metric]:
+    """The metrics of one report."""
+    state = GaugeMetricFamily(
+        "kvhold_arena_state_bytes",
+        "Arena bytes by exclusive state; the sum is kvhold_arena_bytes.",
+        labels=["state"],
+    )
+    for name, value in said["accounts"].items():
+        state.add_metric([name], value)
+    yield state
+    for name, (text, value) in gauges(said).items():
+        yield GaugeMetricFamily(f"kvhold_{name}", text, value=value)
+    yield CounterMetricFamily("kvhold_evicted", "Objects evicted to make room.", value=said["evicted"])
+    for name, text in COUNTERS.items():
+        yield CounterMetricFamily(f"kvhold_{name}", text, value=said["counters"].get(name, 0))
+    for name, text in LOG_GAUGES.items():
+        gauge = GaugeMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
+        for one in said["logs"]:
+            gauge.add_metric([one.get("path", "")], one.get(name, 0))
+        yield gauge
+    for name, text in LOG_COUNTERS.items():
+        counter = CounterMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
+        for one in said["logs"]:
+            counter.add_metric([one.get("path", "")], one.get(name, 0))
+        yield counter
+    for family, text in LOG_KINDS.items():
+        counter = CounterMetricFamily(f"kvhold_ssd_{family}", text, labels=["path", "kind"])
+        for one in said["logs"]:
+            for kind, count in one.get(family, {}).items():
+                counter.add_metric([one.get("path", ""), kind], count)
+        yield counter
 
 
 def gauges(said: dict[str, Any]) -> dict[str, tuple[str, float]]:

@@ -90,8 +90,8 @@ class Server:
         self._stopping = True
         self._wake()
 
-    def call(self, function: Callable[[], T], timeout: float) -> T:
-        """``function()`` run on the loop's thread, from another one. Raises TimeoutError."""
+    def ask(self, function: Callable[[], T]) -> Future[T]:
+        """``function()`` run on the loop's thread, unless its future was cancelled before."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -104,10 +104,7 @@ class Server:
 
         self._calls.put(run)
         self._wake()
-        try:
-            return future.result(timeout)
-        finally:
-            future.cancel()  # nobody waits any more
+        return future
 
     def adopt(self, latecomer: Latecomer, store: Store) -> None:
         """Use a directory that could not be opened when this manager started."""
