@@ -17,10 +17,12 @@ from manager_process import Manager
 from safetensors.torch import save_file
 from vllm.config import MultiModalConfig
 from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
 
 from kvhold.engines.vllm import adapters
 from kvhold.engines.vllm import spaces as spaces_module
 from kvhold.engines.vllm.adapters import Adapters
+from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.identity import PRIVATE, _processor, is_private, weights_identity
 
 PROMPTS = [prompt(400, seed) for seed in range(2)]
@@ -448,6 +450,42 @@ def test_prompt_embeddings_are_part_of_the_identity(llama_dir: Path, manager: Ma
         restored = ask(llm, inputs)
         assert (restored, cached(restored)) == (expected, [384, 384, 384])
         check_nothing_held(llm, free, manager.socket)
+
+
+def test_prompts_that_the_engine_does_not_tell_apart_are_not_cached(llama_dir: Path, manager: Manager) -> None:
+    """vLLM hashes the rows of a mixed prompt and its tokens, with 0 for a row's, but not which of both counts."""
+    options = {"enable_prompt_embeds": True}
+    with running(llama_dir, connector=None, enable_prefix_caching=False, **options) as llm:
+        rows = bed.runner(llm).model.model.embed_tokens(torch.tensor(PROMPTS[0])).detach()
+        ids = [0 if 100 <= at < 300 else token for at, token in enumerate(PROMPTS[0])]
+
+        def mixed(given: range) -> dict[str, Any]:
+            mask = [at not in given for at in range(len(ids))]
+            return {"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": mask}
+
+        inputs = [mixed(range(100, 300)), mixed(range(100, 200)), mixed(range(200, 300))]
+        inputs += [{"prompt_embeds": rows}, {"prompt_embeds": rows.to(torch.bfloat16)}]
+        expected = [ask(llm, [each])[0] for each in inputs]
+    assert len(set(expected[:3])) == 3
+    with serving(llama_dir, manager, **options) as llm, counting() as counts:
+        for _ in range(2):
+            for each, output in zip(inputs, expected, strict=True):
+                assert ask(llm, [each]) == [output]
+                settle(llm)
+                assert llm.reset_prefix_cache()
+        stored(llm, manager, 12)
+    assert counts["tokens_hit"] == 384, "those of the prompt that is rows alone, of the model's own type"
+    assert counts["tokens_missed_ambiguous"] == 2 * 4 * 384
+    check_identity(counts)
+
+
+def test_segments_of_a_pooling_request_are_in_no_hash() -> None:
+    def request(**pooling: Any) -> Any:
+        return SimpleNamespace(prompt_is_token_ids=None, prompt_embeds=None, pooling_params=PoolingParams(**pooling))
+
+    assert tell_all(request(), torch.float32)
+    assert tell_all(request(extra_kwargs={"other": 1}), torch.float32)
+    assert not tell_all(request(extra_kwargs={"compressed_token_type_ids": 7}), torch.float32)
 
 
 def test_images_are_part_of_the_identity_from_their_block_on(llama_dir: Path, manager: Manager) -> None:

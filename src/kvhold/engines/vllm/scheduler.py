@@ -17,6 +17,7 @@ from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import kept_groups, reachable
+from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.lookups import Lookups
 from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan, WorkerReport
@@ -184,6 +185,8 @@ class SchedulerHalf:
         """Where what is computed for ``request`` may be published; None as long as that is nowhere."""
         if not self._spaces.opened or (self._outdated and request.request_id not in self._fresh):
             return None
+        if not tell_all(request, self._config.model_config.dtype):
+            return None
         return self._spaces.of(request.lora_request)
 
     # --- questions ----------------------------------------------------------------------------------------------
@@ -209,6 +212,9 @@ class SchedulerHalf:
             self._lookups.miss(name, local, limit, "load_failed")
             return 0, False
         if limit == 0:
+            return 0, False
+        if not tell_all(request, self._config.model_config.dtype):
+            self._lookups.miss(name, local, limit, "ambiguous")
             return 0, False
         if spaces is None:
             self._lookups.miss(name, local, limit, "detached")

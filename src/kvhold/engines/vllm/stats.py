@@ -22,6 +22,7 @@ MISSES = (
     "out_of_service",
     "load_failed",
     "lora",
+    "ambiguous",
     "cancelled",
     "error",
 )

@@ -1,0 +1,29 @@
+"""What the engine's block hashes do not say of a request.
+
+Blocks are known by vLLM's own hashes, over a request's tokens, adapter, images, salt and prompt embeddings. Where a
+request's KV depends on something else, another request may have the same hashes and other KV.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.request import Request
+
+_BESIDE_TOKENS = "compressed_token_type_ids"
+"""Of a pooling request: segments of its prompt, which are an input of the model."""
+
+
+def tell_all(request: "Request", dtype: "torch.dtype") -> bool:
+    """Whether requests with the same block hashes as ``request`` have the same KV, in a model that computes in ``dtype``.
+
+    Three inputs are left out of the hashes: which positions of a prompt take their embeddings from tokens and which
+    from the given rows, where both occur (a row's position counts as token 0); the type of the given rows, of which
+    only the bytes are hashed; and segments of a pooling request.
+    """
+    embeds, pooling = request.prompt_embeds, request.pooling_params
+    return (
+        request.prompt_is_token_ids is None
+        and (embeds is None or embeds.dtype == dtype)
+        and not (pooling is not None and _BESIDE_TOKENS in (pooling.extra_kwargs or {}))
+    )
