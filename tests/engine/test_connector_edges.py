@@ -1,5 +1,6 @@
 """Edges of the connector that an engine reaches rarely: each of its parts alone, with stand-ins for the rest."""
 
+import random
 import threading
 import time
 from array import array
@@ -16,6 +17,7 @@ from manager_process import Manager
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -26,7 +28,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvhold.client.control import Slots, Ticket
+from kvhold import protocol as wire
+from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
 from kvhold.engines.vllm.connector import KvHoldConnector
 from kvhold.engines.vllm.events import CacheEvents, Published
@@ -686,6 +689,106 @@ def test_an_idle_engine_does_not_go_on_for_a_manager_that_says_nothing(monkeypat
     events.begun((8,))  # the next session is asked what is left of it
     assert events.awaited
     now += 2
+    assert not events.awaited
+
+
+class Line:
+    """A session with a manager that has ``there``; it answers what it is asked when it is told to."""
+
+    def __init__(self, there: set[bytes]) -> None:
+        self.there = there
+        self.lost, self.drained = False, True
+        self.welcome = wire.Welcome(7, 1, 1 << 20)
+        self.asked: list[wire.Lookup] = []
+        self.inbox: list[Any] = [wire.Ready()]
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, wire.Lookup):
+            self.asked.append(message)
+
+    def receive(self, wait: float) -> list[Any]:
+        said, self.inbox = self.inbox, []
+        return said
+
+    def answer(self) -> None:
+        for asked in self.asked:
+            [(_, packed)] = asked.parts
+            tiers = bytes(packed[at : at + 32] in self.there for at in range(0, len(packed), 32))
+            self.inbox.append(wire.Residency(asked.op, (tiers,)))
+        self.asked.clear()
+
+
+def test_of_many_announced_blocks_each_step_asks_about_a_few() -> None:
+    """Meanwhile blocks are removed, stored and announced, and a session ends; what a router believes is right."""
+    events, rng = routing(), random.Random(3)
+    many, slot = keys(20_000), published()
+    for key in many:
+        events.expect(7, key, slot)
+        events.stored(7, [key])
+    believed = {hash_of for event in events.take() for hash_of in event.block_hashes}
+    assert len(believed) == len(many)
+    there = {key for key in many if rng.random() < 0.5}
+    keeper: Any = SimpleNamespace(channel=None)
+    events._control = control = Control(keeper, 0.0, 10.0, 10.0)
+    control.watcher = events
+
+    def step() -> None:
+        control.new_step()
+        for event in events.take():
+            told = set(event.block_hashes)
+            assert len(told) <= 1100, "what one step tells is bounded, too"
+            if isinstance(event, BlockStored):
+                assert not told & believed, "announced twice"
+                believed.update(told)
+            else:
+                assert told <= believed, "withdrawn without having been announced"
+                believed.difference_update(told)
+
+    steps = 0
+    for space, most in ((8, 5), (9, 1 << 30)):  # the first of the new sessions ends when a part has been asked
+        keeper.channel = line = Line(there)
+        control.new_step()
+        control.open(space, Geometry(b"n" * 32, 0, 32, (4096,)), 0)
+        events.begun((space,))
+        for _ in range(most):
+            assert sum(len(asked.parts[0][1]) for asked in line.asked) <= 1024 * 32, "more than a slice at once"
+            line.answer()
+            lost, again, new = (rng.choice(many) for _ in range(3))
+            if lost in there:
+                there.discard(lost)
+                line.inbox.append(wire.Removed(space, lost))
+            for key in (again, new):
+                if key not in there:
+                    there.add(key)
+                    events.expect(space, key, slot)
+                    line.inbox.append(wire.Stored(space, key))
+            step()
+            steps += 1
+            if not line.asked and not line.inbox:
+                break
+    assert steps >= 20
+    assert believed == {maybe_convert_block_hash(BlockHash(key)) for key in there}
+    assert not events.awaited
+
+
+def test_what_was_announced_of_a_closed_space_is_withdrawn_bit_by_bit() -> None:
+    events, many, slot = routing(), keys(3000), published()
+    events._control.release = lambda tickets: None  # type: ignore[method-assign]
+    events.opened((8,))
+    for key in many:
+        events.expect(8, key, slot)
+        events.stored(8, [key])
+    assert list(events.take())
+    events.closed((8,))
+    assert events.awaited, "an engine that would idle goes on"
+    first = list(events.take())
+    events.opened((9,))
+    events.expect(9, many[0], slot)  # not withdrawn yet: the router knows it still
+    events.stored(9, [many[0]])
+    rest = [event for _ in range(3) for event in events.take()]
+    gone = [name for event in (*first, *rest) for name in event.block_hashes]
+    assert all(isinstance(event, BlockRemoved) and len(event.block_hashes) <= 1024 for event in (*first, *rest))
+    assert len(gone) == len(set(gone)) == 2999
     assert not events.awaited
 
 

@@ -92,11 +92,10 @@ def ready(llm: LLM, adapter: LoRARequest) -> None:
     """Have the adapter's spaces opened, and wait for slots to publish its blocks into."""
     ask(llm, tokens([prompt(40, 998)]), adapter)
     half = scheduler_side(llm)
-    request: Any = SimpleNamespace(lora_request=adapter)
 
     def granted() -> bool:
         half.control.new_step()
-        spaces = half._spaces_of(request)
+        spaces = half._spaces.of(adapter)
         return spaces is not None and all(len(half.control.credit[space]) >= 64 for space in spaces)
 
     until(granted, "slots are granted for the adapter")

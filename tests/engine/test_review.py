@@ -126,6 +126,9 @@ def test_more_blocks_than_a_question_may_name(llama_dir: Path, manager: Manager)
             block_hashes=[b"%032d" % i for i in range(70_000)],
             skip_reading_prefix_cache=False,
             lora_request=None,
+            prompt_embeds=None,
+            prompt_is_token_ids=None,
+            pooling_params=None,
             shared_prefix_boundary=0,
         )
         answer = None

@@ -183,6 +183,7 @@ def test_a_purge_and_a_reset_clear(llama_dir: Path, manager: Manager, monkeypatc
 def test_after_a_gap_what_is_gone_is_withdrawn(
     llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(events_module, "_SLICE", 2)
     with routed(llama_dir, manager, monkeypatch) as (llm, router):
         generate(llm, [prompt(200, 1)])
         told(llm)

@@ -4,7 +4,8 @@ A block is announced when the manager says that it can be found, which is after 
 and withdrawn when the manager says that it no longer can, whoever stored it and for whatever reason. Nothing is polled.
 What others have stored is announced when this engine restores it: then it knows the tokens, and asks once whether it is
 still there. A lost session is a gap: the next one is asked once what of the announced is left. Of an adapter that is no
-longer spoken of nothing is heard, so what was announced of it is withdrawn.
+longer spoken of nothing is heard, so what was announced of it is withdrawn. Both are done by slices, one in each step:
+there may be hundreds of thousands of blocks, and the scheduler's thread does it.
 """
 
 import time
@@ -19,7 +20,6 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.vllm.groups import Group
 from kvhold.engines.vllm.questions import Part
-from kvhold.protocol import MAX_KEYS
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -31,6 +31,8 @@ _FORGET = 60.0
 """Seconds after which no word will come: the manager did not keep it."""
 _MOST_ASKED = 64
 """Restores whose blocks are asked about at once; those of more are announced when they are restored again."""
+_SLICE = 1024
+"""Blocks of earlier sessions that are asked about, or withdrawn, in one step."""
 LOCAL = "LOCAL"
 """Where blocks are, seen from the publisher: on its host, in DRAM or on SSD."""
 
@@ -65,7 +67,11 @@ class CacheEvents:
         self._groups = groups
         self._plain: Sequence[int] = ()
         self._group_of: dict[int, int] = {}  # by space that is watched
-        self._announced: dict[int, dict[bytes, None]] = {}  # by space; no more than the manager has objects
+        # By space, what was announced, without what is doubted: what an earlier session was told, and this one was not
+        # asked yet. By group, of spaces that are closed, what has yet to be withdrawn. The manager's objects bound all.
+        self._announced: dict[int, dict[bytes, None]] = {}
+        self._doubted: dict[int, dict[bytes, None]] = {}
+        self._leaving: dict[int, dict[bytes, None]] = {}
         self._under_way: dict[tuple[int, bytes], Published] = {}  # by space and key; no more than there are credits
         self._asked: list[Asked] = []
         self._open: dict[tuple[int, bytes], Asked] = {}  # that of which the manager has not said more since
@@ -79,31 +85,30 @@ class CacheEvents:
         self._under_way.clear()
         self._asked.clear()
         self._open.clear()
-        former = [self._announced.pop(space, {}) for space in self._plain] or [{} for _ in spaces]
-        for space in list(self._announced):
-            self._withdraw(space, list(self._announced[space]))
+        former = [_merged(self._announced.pop(space), self._doubted.pop(space)) for space in self._plain]
+        for space, announced in self._announced.items():
+            self._leave(space, announced)
         self._announced.clear()
+        self._doubted.clear()
         self._group_of.clear()
         self._plain = spaces
         self.opened(spaces)
-        for space, announced in zip(spaces, former, strict=True):
-            self._announced[space] = announced
-            keys = list(announced)
-            for start in range(0, len(keys), MAX_KEYS):
-                self._ask(space, keys[start : start + MAX_KEYS])
+        if former:
+            self._doubted.update(zip(spaces, former, strict=True))
+        self._ask_about_doubted()
 
     def opened(self, spaces: Sequence[int]) -> None:
         """``spaces``, by group, are watched from now on."""
         for at, space in enumerate(spaces):
             self._group_of[space] = at
-            self._announced[space] = {}
+            self._announced[space], self._doubted[space] = {}, {}
 
     def closed(self, spaces: Sequence[int]) -> None:
         """Nothing more will be heard of ``spaces``."""
         for space in spaces:
             if space in self._group_of:
-                self._withdraw(space, list(self._announced[space]))
-                del self._group_of[space], self._announced[space]
+                self._leave(space, _merged(self._announced.pop(space), self._doubted.pop(space)))
+                del self._group_of[space]
         for each in [each for each in self._asked if each.space in spaces]:
             self._end(each)
         for name in [name for name in self._under_way if name[0] in spaces]:
@@ -115,7 +120,8 @@ class CacheEvents:
             self._end(each)
         self._under_way.clear()
         self._group_of.clear()
-        self._announced.clear()
+        for announced in (self._announced, self._doubted, self._leaving):
+            announced.clear()
         self._plain = ()
         self._events.append(AllBlocksCleared())
 
@@ -161,6 +167,17 @@ class CacheEvents:
         self._asked.append(asked)
         self._open.update(((space, key), asked) for key in keys)
 
+    def _ask_about_doubted(self) -> None:
+        """Ask about the next slice, unless an answer about one is awaited."""
+        if not self._control.attachment or any(not each.found for each in self._asked):
+            return
+        for space, doubted in self._doubted.items():
+            if doubted:
+                keys = _slice(doubted)
+                self._announced[space].update(dict.fromkeys(keys))
+                self._ask(space, keys)
+                return
+
     def _end(self, asked: Asked) -> None:
         self._asked.remove(asked)
         for key in asked.keys:
@@ -170,7 +187,9 @@ class CacheEvents:
 
     @property
     def awaited(self) -> bool:
-        """Whether the manager's word on something that was published is awaited."""
+        """Whether something is to be said of what is closed, or the manager's word on what was published is awaited."""
+        if self._leaving:
+            return True
         if not self._control.attachment or self._control.silent:
             return False
         newest = next(reversed(self._under_way.values()), None)
@@ -210,23 +229,42 @@ class CacheEvents:
                 for key, tier in told:
                     if tier and key in each.found:
                         self._announce(each.space, key, each.found[key])
+        self._ask_about_doubted()
+        if self._leaving:
+            at, leaving = next(iter(self._leaving.items()))
+            self._append_removed(at, _slice(leaving))
+            if not leaving:
+                del self._leaving[at]
         events, self._events = self._events, []
         yield from events
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def _withdraw(self, space: int, keys: Sequence[bytes]) -> None:
-        announced = self._announced[space]
-        gone = [key for key in keys if announced.pop(key, self) is None]
+        announced, doubted = self._announced[space], self._doubted[space]
+        gone = [key for key in keys if announced.pop(key, self) is None or doubted.pop(key, self) is None]
         if gone:
-            hashes = [maybe_convert_block_hash(key) for key in gone]
-            index = self._groups[self._group_of[space]].index
-            self._events.append(BlockRemoved(hashes, MEDIUM_CPU, group_idx=index, locality=LOCAL))
+            self._append_removed(self._group_of[space], gone)
+
+    def _leave(self, space: int, announced: dict[bytes, None]) -> None:
+        """Withdraw all that was ``announced`` of a space, bit by bit."""
+        if announced:
+            at = self._group_of[space]
+            self._leaving[at] = _merged(self._leaving.get(at, {}), announced)
+
+    def _append_removed(self, at: int, keys: Sequence[bytes]) -> None:
+        hashes = [maybe_convert_block_hash(key) for key in keys]
+        index = self._groups[at].index
+        self._events.append(BlockRemoved(hashes, MEDIUM_CPU, group_idx=index, locality=LOCAL))
 
     def _announce(self, space: int, key: bytes, published: Published) -> None:
-        if key not in self._announced[space]:
-            self._announced[space][key] = None
-            self._append(self._group_of[space], key, published)
+        if key in self._announced[space]:
+            return
+        self._announced[space][key] = None
+        at = self._group_of[space]
+        known = [self._doubted[space], self._leaving.get(at, {})]  # still, by whoever listens
+        if all(announced.pop(key, self) is self for announced in known):
+            self._append(at, key, published)
 
     def _append(self, at: int, key: bytes, published: Published) -> None:
         """Announce a block, together with the one before it if that is its parent."""
@@ -267,3 +305,15 @@ class CacheEvents:
                 session_id=request.session_id,
             )
         )
+
+
+def _merged(some: dict[bytes, None], others: dict[bytes, None]) -> dict[bytes, None]:
+    """Both, in the larger of the two."""
+    less, more = sorted((some, others), key=len)
+    more.update(less)
+    return more
+
+
+def _slice(keys: dict[bytes, None]) -> list[bytes]:
+    """Some of ``keys``, which they leave."""
+    return [keys.popitem()[0] for _ in range(min(len(keys), _SLICE))]

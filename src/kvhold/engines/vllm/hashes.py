@@ -15,7 +15,7 @@ _BESIDE_TOKENS = "compressed_token_type_ids"
 
 
 def tell_all(request: "Request", dtype: "torch.dtype") -> bool:
-    """Whether requests with the same block hashes as ``request`` have the same KV, in a model that computes in ``dtype``.
+    """Whether whatever has the same block hashes as ``request`` has the same KV, in a model that computes in ``dtype``.
 
     Three inputs are left out of the hashes: which positions of a prompt take their embeddings from tokens and which
     from the given rows, where both occur (a row's position counts as token 0); the type of the given rows, of which
