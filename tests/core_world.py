@@ -10,8 +10,10 @@ from fake_disks import FakeDisk, Flying, Name
 
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.catalogue import Index
 from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.limits import Limits
+from kvhold.core.recency import CLOSED
 from kvhold.core.rows import State
 from kvhold.core.segments import HEADER
 from kvhold.core.sessions import Phase
@@ -266,6 +268,12 @@ class Engine:
         return effects
 
 
+def known(index: Index) -> dict[bytes, int]:
+    """Rows of all keys of ``index``."""
+    distinct = {id(part): part for part in index.maps}.values()
+    return {key: row for part in distinct for key, row in part.items()}
+
+
 def audit(core: Core) -> None:
     """Every column, list, index and account of ``core`` agrees with every other one."""
     cat, arena = core.catalogue, core.arena
@@ -306,7 +314,7 @@ def audit(core: Core) -> None:
     found: dict[int, bytes] = {}
     for index in cat.indexes.values():
         assert index.users or len(index) or index.slots, "an idle index is kept"
-        mine = [(row, key) for part in index.maps for key, row in part.items()]
+        mine = [(row, key) for key, row in known(index).items()]
         assert len(mine) == len(index)
         assert index.slots == sum(cat.owner[row] == index.id for row in sized)
         for row, key in mine:
@@ -343,7 +351,10 @@ def audit(core: Core) -> None:
             assert lst.queued or cat.newer[lst.head] == lst.head, "a list with objects is never looked at"
             assert not entries or row == cat.newer[lst.head] or entries[0][0] <= cat.stamp[cat.newer[lst.head]]
     assert listed == {row for row in objects if cat.state[row] != State.LOADING}
-    assert sum(map(len, cat.recency._heaps.values())) <= len(cat.indexes)
+    queued = [entry for heap in cat.recency._heaps.values() for entry in heap]
+    closed = [entry for entry in queued if entry[2].head == CLOSED]
+    assert len(closed) == sum(cat.recency._closed.values()) <= len(queued) / 2 + 1
+    assert len(queued) - len(closed) <= len(cat.indexes)
     assert sum(cat.state[row] == State.HEAD for row in rows) == len(lists)
 
     # Spare rows are the free ones.

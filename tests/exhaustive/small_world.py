@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
-from core_world import Slot, audit, offsets_of, pack, slots_of
+from core_world import Slot, audit, known, offsets_of, pack, slots_of
 from fake_disks import FakeDisk, Name
 
 from kvhold.core import Core
@@ -595,8 +595,7 @@ class SmallWorld:
         return {
             (index.namespace.name, index.group, key): catalogue.offset[row] if catalogue.state[row] in here else None
             for index in catalogue.indexes.values()
-            for part in index.maps
-            for key, row in part.items()
+            for key, row in known(index).items()
         }
 
     def slots(self) -> dict[int, int]:

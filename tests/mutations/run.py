@@ -76,15 +76,16 @@ MUTATIONS: Final = (
     Mutation(
         "a lease expires after its restore started",
         "queries.py",
-        "            self._leases.end(operation)\n            self._restores.begin",
+        "            self._leases.end(operation)\n            self._unheard.end(operation)\n"
+        "            self._restores.begin",
         "            self._restores.begin",
         "only its owner's word ends a restore",
     ),
     Mutation(
         "an unused answer never expires",
         "queries.py",
-        "            elif operation := self._leases.overdue(now - limits.lease_ns):\n",
-        "            elif operation := self._leases.overdue(-1):\n",
+        "        return self._leases.overdue(now - limits.lease_ns) or ",
+        "        return self._leases.overdue(-1) or ",
         "unused leases end",
     ),
     # --- sessions
@@ -141,8 +142,8 @@ MUTATIONS: Final = (
     Mutation(
         "more is granted than a space's share",
         "credits.py",
-        "            missing = max(0, self.target(space) - len(space.credits))\n",
-        "            missing = self.target(space)\n",
+        "            missing = max(0, self.target(attachment, space) - len(space.credits))\n",
+        "            missing = self.target(attachment, space)\n",
         "credits are bounded",
     ),
     Mutation(
@@ -316,6 +317,42 @@ MUTATIONS: Final = (
         "            elif catalogue.objects >= limit and not catalogue.forget_one():\n",
         "            elif limit < 0:\n",
         "known objects are bounded",
+    ),
+    Mutation(
+        "the keys of one engine's questions are not bounded",
+        "queries.py",
+        " or named > limits.keys:\n",
+        ":\n",
+        "what one engine's questions take is bounded",
+    ),
+    Mutation(
+        "spaces that nobody has open are kept for ever",
+        "credits.py",
+        "                forgotten = self._common.start(self._forget(unused), event.session)\n",
+        "",
+        "known spaces are bounded",
+    ),
+    # --- turns
+    Mutation(
+        "one session's work is done before all others'",
+        "turns.py",
+        "        self._pieces.move_to_end(owner)\n",
+        "",
+        "turns are fair",
+    ),
+    Mutation(
+        "questions of who is gone are answered",
+        "state.py",
+        "        self.common.turns.forget(session_id)\n",
+        "",
+        "nothing is done for who is gone",
+    ),
+    Mutation(
+        "a lease ends before its owner was heard",
+        "queries.py",
+        "                if operation.session in event.behind:\n",
+        "                if operation.session in ():\n",
+        "what was said before a lease's end counts",
     ),
     # --- recency
     Mutation(

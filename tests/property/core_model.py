@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from core_world import Slot, audit, offsets_of, slots_of
+from core_world import Slot, audit, known, offsets_of, slots_of
 from fake_disks import FakeDisk, Name, name_of, size_of
 
 from kvhold.core import Core
@@ -42,6 +42,7 @@ LIMITS = {
     "second_touch": False,
     "answer_ns": 50,
     "lease_ns": 90,
+    "hear_ns": 10,
     "stall_ns": 120,
     "retry_ns": 80,
 }
@@ -185,6 +186,8 @@ class CoreModel:
         self.steady: set[Name] = set()  # what was known all the time since a listing has begun
         self.ever: set[Name] = set()  # and what was at any time
         self.next_session = 1
+        self.behind: frozenset[int] = frozenset()  # sessions that have said something which is not handled yet
+        self.unheard = 0  # until when a lease may outlive its time, as its owner was not heard
 
     # --- doing and checking -------------------------------------------------------------------------------------
 
@@ -194,8 +197,7 @@ class CoreModel:
         return {
             (index.namespace.name, index.group, key): catalogue.offset[row] if catalogue.state[row] in here else None
             for index in catalogue.indexes.values()
-            for part in index.maps
-            for key, row in part.items()
+            for key, row in known(index).items()
         }
 
     def before(self) -> Before:
@@ -280,6 +282,7 @@ class CoreModel:
                 assert one.answered is not None
                 assert one.started is None
                 assert self.now - one.answered >= self.limits.lease_ns
+                assert effect.session not in self.behind
             case ev.Stalled():
                 one = self.owners[effect.session].asked[effect.op]
                 assert one.started is not None

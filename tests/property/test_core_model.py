@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvhold.core import Core
+from kvhold.core import Core, catalogue
 from kvhold.core import events as ev
 from kvhold.core.events import Gone
 from kvhold.core.limits import Limits, Quota
@@ -93,14 +93,18 @@ class Machine(Questions, RuleBasedStateMachine):
     def awaited(self, name: Name) -> bool:
         return any(name in one.chosen for engine in self.engines for one in engine.asked.values())
 
-    @rule(by=st.sampled_from([1, 10, 40, 60, 100, 130]), ticks=st.integers(1, 3))
-    def wait(self, by: int, ticks: int) -> None:
-        """Time goes by, and the shell says so a little late, or at once when it is due."""
+    @rule(by=st.sampled_from([1, 10, 40, 60, 100, 130]), ticks=st.integers(1, 3), behind=small)
+    def wait(self, by: int, ticks: int, behind: int) -> None:
+        """Time goes by, and the shell says so a little late, or at once when it is due; perhaps it is behind."""
         self.now += by
+        speakers = [engine.scheduler.id for engine in self.speakers() if engine.scheduler is not None]
+        self.behind = frozenset(speakers[:behind] if behind < 3 else ())
         for _ in range(ticks):
             due = self.core.next_deadline
-            effects = self.do(ev.Tick())
-            assert due is None or due > self.now or effects or self.core.next_deadline != due
+            effects = self.do(ev.Tick(self.behind))
+            assert due is None or due > self.now or effects or self.behind or self.core.next_deadline != due
+        if self.behind:
+            self.unheard, self.behind = self.now + self.limits.hear_ns, frozenset()
 
     @rule()
     def tick(self) -> None:
@@ -114,7 +118,8 @@ class Machine(Questions, RuleBasedStateMachine):
         for engine in self.engines:
             for one in engine.asked.values():
                 if one.answered is not None and not engine.broken:
-                    assert one.started is not None or one.answered > self.now - self.limits.lease_ns
+                    in_time = one.answered > self.now - self.limits.lease_ns or self.now < self.unheard
+                    assert one.started is not None or in_time
                     assert one.started is None or one.stalled or one.started > self.now - self.limits.stall_ns
 
     @rule(back=st.integers(2, 50))
@@ -239,6 +244,7 @@ class Machine(Questions, RuleBasedStateMachine):
 def explore(monkeypatch: pytest.MonkeyPatch, examples: int, steps: int) -> None:
     monkeypatch.setattr(ev, "MAX_BATCH", SLICE)
     monkeypatch.setattr(ev, "MAX_LISTED", 2 * SLICE + 1)
+    monkeypatch.setattr(catalogue, "_SMALL", SLICE)
     run_state_machine_as_test(
         Machine,
         settings=settings(

@@ -3,7 +3,9 @@
 Callers keep the order of states that ``rows`` shows; nothing here asks who may do what.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from kvhold.core.arena import Arena, Run
 from kvhold.core.limits import Limits, Quota
@@ -13,7 +15,9 @@ from kvhold.core.segments import HEADER, Log, Segment, unpack
 from kvhold.core.story import Kind, Story, fingerprint
 
 _SPREAD = 256
-"""Dictionaries per space: growing one of many stalls for microseconds, growing a big one for tens of milliseconds."""
+"""Dictionaries of a large space: growing one of many stalls for microseconds, a big one for tens of milliseconds."""
+_SMALL = 1024
+"""Keys of a space for which one dictionary is enough."""
 _TRIES = 4
 """Evictions for one slot: held neighbours must not make one slot cost the whole cache."""
 _DRAIN_SHARE = 8
@@ -70,11 +74,28 @@ class Index:
         self.objects = 0
         self.slots = 0
         self.watchers: dict[tuple[int, int], None] = {}
-        self.maps: list[dict[bytes, int]] = [{} for _ in range(_SPREAD)]
+        self.maps: list[dict[bytes, int]] = [{}] * _SPREAD  # by a key's last byte
         self.recency: RecencyList[Namespace]
 
     def get(self, key: bytes) -> int | None:
         return self.maps[key[-1]].get(key)
+
+    def put(self, key: bytes, row: int) -> None:
+        self.objects += 1
+        self.maps[key[-1]][key] = row
+        if self.objects > _SMALL and self.maps[0] is self.maps[1]:
+            known = self.maps[0]
+            self.maps = [{} for _ in range(_SPREAD)]
+            for one, at in known.items():
+                self.maps[one[-1]][one] = at
+
+    def pop(self, key: bytes) -> None:
+        self.objects -= 1
+        del self.maps[key[-1]][key]
+
+    def some(self, count: int) -> list[bytes]:
+        """Up to ``count`` keys; none if there are none."""
+        return list(islice(next(filter(None, self.maps), ()), count))
 
     def __len__(self) -> int:
         return self.objects
@@ -102,6 +123,7 @@ class Catalogue(Rows):
         self.next_epoch = 1
         self._by_name: dict[tuple[bytes, int], Index] = {}
         self._next_index = 1
+        self._unused: OrderedDict[int, Index] = OrderedDict()  # that nobody has open, as they were left
         nobody = Namespace(b"", Quota())
         self._cold: RecencyList[Namespace] = self.recency.open(0, nobody, compared=False)
 
@@ -123,6 +145,7 @@ class Catalogue(Rows):
             found = Index(self._next_index, owner, group, key_bytes, shards, size)
             found.recency = self.recency.open(size, owner)
             self._next_index += 1
+            self._unused[found.id] = found
             owner.indexes[found.id] = self._by_name[namespace, group] = self.indexes[found.id] = found
         elif found.shards != shards or found.key_bytes != key_bytes:
             return None
@@ -131,10 +154,27 @@ class Catalogue(Rows):
     def find(self, namespace: bytes, group: int) -> Index | None:
         return self._by_name.get((namespace, group))
 
+    def use(self, index: Index) -> None:
+        """Somebody opens it."""
+        index.users += 1
+        self._unused.pop(index.id, None)
+
+    def leave(self, index: Index) -> None:
+        """Somebody who had it open has not any more."""
+        index.users -= 1
+        if not index.users:
+            self._unused[index.id] = index
+            self.drop_index_if_idle(index)
+
+    def longest_unused(self) -> Index | None:
+        """Take out, of those that nobody has open, the one that was left longest ago: it is about to be forgotten."""
+        return self._unused.popitem(last=False)[1] if self._unused else None
+
     def drop_index_if_idle(self, index: Index) -> None:
         """Forget an index that nobody uses and nothing is stored under."""
         if index.users or index.objects or index.slots or self.indexes.pop(index.id, None) is None:
             return
+        self._unused.pop(index.id, None)
         del self._by_name[index.namespace.name, index.group]
         self.recency.close(index.recency)
         owner = index.namespace
@@ -240,8 +280,7 @@ class Catalogue(Rows):
     def _list(self, row: int, index: Index, key: bytes) -> None:
         self.owner[row] = index.id
         self.key[row] = key
-        index.maps[key[-1]][key] = row
-        index.objects += 1
+        index.put(key, row)
         self.objects += 1
 
     def _near(self, parent: int | None) -> int | None:
@@ -251,10 +290,9 @@ class Catalogue(Rows):
     def remove(self, row: int) -> None:
         """Take an object out of its index, list and log; one that is held becomes DOOMED, any other is freed."""
         index, key, state = self.indexes[self.owner[row]], self.key[row], self.state[row]
-        del index.maps[key[-1]][key]
+        index.pop(key)
         if index.watchers:
             self.gone.append((index, key))
-        index.objects -= 1
         self.objects -= 1
         self.key[row] = b""
         self.leave_log(row)
@@ -495,10 +533,6 @@ class Catalogue(Rows):
         """Evict what can be evicted from ``run``; what is held there goes with its last owner, nothing new comes."""
         self.arena.drain(run)
         self.vacate(run.used_rows())
-
-    def over_quota(self) -> list[Namespace]:
-        """Namespaces that use more than they may."""
-        return [one for one in self.namespaces.values() if one.used > one.quota.limit] if self.limits.quotas else []
 
     def evict_own(self, owner: Namespace) -> bool:
         """Evict the object of a namespace that was used longest ago; False when all are held."""

@@ -1,7 +1,6 @@
 """What the parts of the core have in common."""
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
 from struct import unpack
 from typing import Generic, TypeVar
 
@@ -12,11 +11,9 @@ from kvhold.core.events import Effect
 from kvhold.core.limits import Limits
 from kvhold.core.sessions import Attachment, Session
 from kvhold.core.story import Story
+from kvhold.core.turns import MANAGER, Turns, Work
 
 T = TypeVar("T")
-
-Work = Iterator[list[Effect]]
-"""Work in slices, each of which costs about one batch."""
 
 
 def split(keys: bytes, width: int) -> tuple[bytes, ...]:
@@ -35,18 +32,18 @@ class Common:
         self.counters: Counter[str] = Counter()
         self.attachments: dict[int, Attachment] = {}
         self.sessions: dict[int, Session] = {}
-        self.work: deque[Work] = deque()
+        self.turns = Turns()
 
     @property
     def limits(self) -> Limits:
         return self.catalogue.limits
 
-    def start(self, work: Work) -> list[Effect]:
-        """The first slice of ``work``; the rest waits for its turn."""
+    def start(self, work: Work, owner: int = MANAGER, question: bool = False) -> list[Effect]:
+        """The first slice of ``work``; the rest waits for its ``owner``'s turn, a ``question`` while that is here."""
         effects = next(work, None)
         if effects is None:
             return []
-        self.work.append(work)
+        self.turns.add(work, owner, question)
         return effects
 
     def departed(self) -> list[Effect]:

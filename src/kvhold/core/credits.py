@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 from kvhold.core import events as ev
 from kvhold.core.arena import slot_bytes
-from kvhold.core.common import Common, Work, split
+from kvhold.core.catalogue import Index
+from kvhold.core.common import Common, split
 from kvhold.core.events import Effect
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Space
 from kvhold.core.storage import Storage
 from kvhold.core.story import Kind, fingerprint
+from kvhold.core.turns import MANAGER, Work
 
 
 class Credits:
@@ -26,6 +28,8 @@ class Credits:
         self._freed = -1  # what had given way, ever, when credits were last looked for
         self._passed = 0  # and what had been looked at in vain when that last changed
         self._spaces = 0  # open ones that want credits, of all engines
+        self._sharing = False  # whether somebody is being told of new shares
+        self._changed = False  # and they have changed since
 
     # --- spaces -------------------------------------------------------------------------------------------------
 
@@ -39,10 +43,20 @@ class Credits:
         parts = len(event.shards)  # fewer than ranks where some hold the same, or nothing
         if event.space in attachment.spaces or not event.key_bytes or parts > attachment.world or not size:
             return [ev.Refuse(event.session, f"space {event.space} opened twice or without geometry")]
+        forgotten: list[Effect] = []
+        if self._catalogue.find(event.namespace, event.group) is None:
+            namespace = self._catalogue.namespaces.get(event.namespace)
+            if namespace is not None and len(namespace.indexes) >= self._common.limits.spaces:
+                return [ev.Refuse(event.session, f"a namespace of more than {self._common.limits.spaces} groups")]
+            if len(self._catalogue.indexes) >= self._common.limits.known_spaces:
+                unused = self._catalogue.longest_unused()
+                if unused is None:
+                    return [ev.Refuse(event.session, f"{len(self._catalogue.indexes)} spaces are open already")]
+                forgotten = self._common.start(self._forget(unused), event.session)
         index = self._catalogue.index(event.namespace, event.group, event.key_bytes, event.shards, size)
         if index is None:
             return [ev.Refuse(event.session, "the same namespace is known with another geometry")]
-        index.users += 1
+        self._catalogue.use(index)
         note = ""
         if size > self._common.capacity:
             note = f"one object has {size} bytes, more than the whole arena of {self._common.capacity}"
@@ -51,23 +65,38 @@ class Credits:
             space.watcher = event.session, event.space
             index.watchers[space.watcher] = None
         self._spaces += space.want > 0
+        attachment.wanting += space.want > 0
         index.namespace.wanting += space.want > 0
-        opened = ev.Opened(event.session, event.space, self.target(space), note)
-        return [opened, *self.share()]
+        opened = ev.Opened(event.session, event.space, self.target(attachment, space), note)
+        return [opened, *forgotten, *self.share()]
+
+    def _forget(self, index: Index) -> Work:
+        """Give up what is stored in a space that nobody has open, unless somebody opens it again."""
+        catalogue = self._catalogue
+        while not index.users and (keys := index.some(ev.MAX_BATCH)):
+            for key in keys:
+                row = index.get(key)
+                assert row is not None
+                catalogue.note(Kind.EVICTED, row)
+                self._storage.reads.removing(row)
+                catalogue.remove(row)
+            self._common.counters["forgotten"] += len(keys)
+            yield []
 
     def close(self, event: ev.Close) -> list[Effect]:
         attachment = self._common.speaker(event.session)
         space = attachment.spaces.get(event.space) if attachment else None
         if attachment is None or space is None:
             return []
-        self._shut(space)
+        self._shut(attachment, space)
         self._drop_if_closed(attachment, event.space)
         return self.share()
 
-    def _shut(self, space: Space) -> None:
+    def _shut(self, attachment: Attachment, space: Space) -> None:
         """Its owner wants nothing of it any more, neither credits nor events."""
         self._unwatch(space)
         self._spaces -= space.want > 0
+        attachment.wanting -= space.want > 0
         space.index.namespace.wanting -= space.want > 0
         space.want = 0
 
@@ -86,13 +115,12 @@ class Credits:
             space.watcher = None
 
     def _leave(self, space: Space) -> None:
-        space.index.users -= 1
-        self._catalogue.drop_index_if_idle(space.index)
+        self._catalogue.leave(space.index)
 
     def lost(self, attachment: Attachment) -> list[Effect]:
         """The attachment decides nothing any more; what was granted to it may still be written."""
         for space in attachment.spaces.values():
-            self._shut(space)
+            self._shut(attachment, space)
             for row in space.credits:
                 self._catalogue.move(row, State.LIMBO)
         return self.share()
@@ -107,28 +135,45 @@ class Credits:
 
     # --- grants -------------------------------------------------------------------------------------------------
 
-    def target(self, space: Space) -> int:
+    def target(self, attachment: Attachment, space: Space) -> int:
         """Credits that a space should hold now. Two spaces' share is kept even while there is one."""
         part, owner = self._common.limits.credit_share, space.index.namespace
         share = int(part * self._common.capacity) // max(2, self._spaces)
         # Of a namespace's quota no more than of the arena, or its credits would push out what it has stored.
         share = min(share, int(part * owner.quota.limit) // max(1, owner.wanting))
-        return min(space.want, max(1, share // space.index.size))
+        most = self._common.limits.credits // max(1, attachment.wanting)
+        return min(space.want, max(1, min(most, share // space.index.size)))
 
     def share(self) -> list[Effect]:
-        """Shares have changed: some want more now, some have too much."""
-        effects: list[Effect] = []
-        for attachment in self._common.attachments.values():
-            scheduler = attachment.scheduler
-            if attachment.broken or scheduler is None:
-                continue
-            for number, space in attachment.spaces.items():
-                target = self.target(space)
-                if len(space.credits) < target:
-                    self._want(attachment, number)
-                elif len(space.credits) > target and space.want:
-                    effects.append(ev.Recall(scheduler.id, number, target))
-        return effects
+        """Shares have changed: some want more now, some have too much. Told at once if few have a space open."""
+        self._changed = True
+        if self._sharing:
+            return []
+        work = self._share()
+        if sum(len(attachment.spaces) for attachment in self._common.attachments.values()) <= ev.MAX_BATCH:
+            return [effect for effects in work for effect in effects]
+        return self._common.start(work)
+
+    def _share(self) -> Work:
+        self._sharing = True
+        while self._changed:
+            self._changed = False
+            effects: list[Effect] = []
+            named = [(one, number) for one in self._common.attachments.values() for number in one.spaces]
+            for looked, (attachment, number) in enumerate(named, 1):
+                space, scheduler = attachment.spaces.get(number), attachment.scheduler
+                if space is not None and scheduler is not None and not attachment.broken:
+                    target = self.target(attachment, space)
+                    if len(space.credits) < target:
+                        self._want(attachment, number)
+                    elif len(space.credits) > target and space.want:
+                        effects.append(ev.Recall(scheduler.id, number, target))
+                if looked % ev.MAX_BATCH == 0:
+                    yield effects
+                    effects = []
+            if effects:
+                yield effects
+        self._sharing = False
 
     def feed(self) -> list[Effect]:
         """Top credits up, at most one batch an event and for about as many evictions; the rest is left as work.
@@ -144,6 +189,9 @@ class Credits:
         effects: list[Effect] = []
         catalogue, budget, more = self._catalogue, ev.MAX_BATCH, False
         for attachment_id, number in list(self._hungry):
+            if not budget:
+                more = True
+                break
             attachment = self._common.attachments.get(attachment_id)
             scheduler = attachment.scheduler if attachment else None
             if attachment is None or attachment.broken or scheduler is None:
@@ -151,7 +199,7 @@ class Credits:
                 continue
             space = attachment.spaces[number]
             rows: list[int] = []
-            missing = max(0, self.target(space) - len(space.credits))
+            missing = max(0, self.target(attachment, space) - len(space.credits))
             cost = catalogue.cost + ev.MAX_BATCH
             while len(rows) < missing:
                 if len(rows) == budget or catalogue.cost >= cost:
@@ -177,7 +225,7 @@ class Credits:
                 )
         self._freed = -1 if more else catalogue.freed  # what was only put off has not been tried in vain
         if more:
-            self._common.work.append(self._feed_on())
+            self._common.turns.add(self._feed_on(), MANAGER, False)
         return effects
 
     def _feed_on(self) -> Work:
@@ -235,7 +283,7 @@ class Credits:
             before = key
         counters["commits"] += len(stored)
         catalogue.vacate(stored)
-        if len(credits) < self.target(space):
+        if len(credits) < self.target(attachment, space):
             self._want(attachment, event.space)
         self._drop_if_closed(attachment, event.space)
         return self._told(space, keys)
@@ -261,7 +309,7 @@ class Credits:
             space.credits.discard(row)
             self._catalogue.free(row)
             self._common.counters["returns"] += 1
-            if len(space.credits) < self.target(space):
+            if len(space.credits) < self.target(attachment, space):
                 self._want(attachment, number)
             self._drop_if_closed(attachment, number)
         return []

@@ -257,7 +257,12 @@ class Configure:
 
 @dataclass(slots=True, frozen=True)
 class Tick:
-    """A deadline may have passed; all that clients had said by this event's time has been handled."""
+    """A deadline may have passed. All that clients had said by this event's time has been handled.
+
+    Not so of the sessions that are ``behind``: one may have said that a restore began, so nothing that it leased ends.
+    """
+
+    behind: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, frozen=True)

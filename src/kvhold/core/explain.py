@@ -1,43 +1,62 @@
 """``kvhold explain``: what is remembered of a key or an operation, and what is so now, in lines of text."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvhold.core import events as ev
 from kvhold.core.catalogue import Index
-from kvhold.core.common import Common, Work
+from kvhold.core.common import Common
 from kvhold.core.rows import NAMES, State
 from kvhold.core.segments import unpack
-from kvhold.core.story import MARK, Kind, fingerprint
+from kvhold.core.story import MARK, Entry, Kind, fingerprint
+from kvhold.core.turns import Work
 
 _REASONS = list(ev.Reason)
 LATEST = 20
 """Misses that are told when nothing is asked for."""
+MOST = 1000
+"""Entries, and holders, that are told of one key or operation: the latest ones."""
+_MISSES = (Kind.MISSED, Kind.CUT_SHORT, Kind.LACKED)
+_LINES = 64
+"""Lines that are written, and spaces that are looked at, without a pause."""
+_ROWS = 8192
+"""Rows of an operation that are looked at for one, without a pause."""
 
 
 def explain(common: Common, event: ev.Explain) -> Work:
-    """Sliced by index and by operation: an operator's question must not hold up an engine's."""
-    story, key, op = common.story, event.key, event.op
+    """Sliced by entries, by index and by operation: an operator's question must not hold up an engine's."""
+    key, op = event.key, event.op
+    found: list[Entry] = []
     if not key and not op:
-        found = story.latest((Kind.MISSED, Kind.CUT_SHORT, Kind.LACKED), 2 * LATEST)
-        yield [ev.Explained(event.session, tuple(_of_operations(common, found)[-LATEST:]))]
+        yield from _find(common, found, 2 * LATEST, lambda entry: entry[1] in _MISSES)
+        lines: list[str] = []
+        yield from _tell_operations(common, found, lines)
+        yield [ev.Explained(event.session, tuple(lines[-LATEST:]))]
         return
-    lines: list[str] = []
+    lines = []
     if key:
-        for when, kind, actor, a, b in story.about(fingerprint(key), operation=False):
+        yield from _find(common, found, MOST + 1, lambda entry: entry[1] < Kind.ASKED, fingerprint(key))
+        if len(found) > MOST:
+            lines.append(f"what is older than the latest {MOST} entries is not told")
+        for count, (when, kind, _, actor, a, b) in enumerate(found[-MOST:], 1):
             lines.append(f"{_ago(common, when)}  {_told(kind, actor, a, b)}")
-        yield []
-        for index in list(common.catalogue.indexes.values()):
+            if count % _LINES == 0:
+                yield []
+        for count, index in enumerate(list(common.catalogue.indexes.values()), 1):
             for name in _names(index, key):
                 row = index.get(name) if name else None
                 if row is not None:
                     lines += _object(common, row, name != key)
                     yield []
                     yield from _holders(common, row, lines)
-                yield []
+                if not name or count % _LINES == 0:
+                    yield []
     else:
-        entries = story.about(op, operation=True)
-        lines += _of_operations(common, ((w, k, op, s, a, b) for w, k, s, a, b in entries if event.of in (0, s)))
-        yield []
+        yield from _find(
+            common, found, MOST + 1, lambda entry: entry[1] >= Kind.ASKED and event.of in (0, entry[3]), op
+        )
+        if len(found) > MOST:
+            lines.append(f"what is older than the latest {MOST} entries is not told; name one session's: SESSION/{op}")
+        yield from _tell_operations(common, found[-MOST:], lines)
         for attachment in common.attachments.values():
             operation = attachment.operations.get(op)
             if operation is not None and event.of in (0, operation.session):
@@ -48,6 +67,20 @@ def explain(common: Common, event: ev.Explain) -> Work:
                     f"{operation.missing} on their way"
                 )
     yield [ev.Explained(event.session, tuple(lines))]
+
+
+def _find(
+    common: Common, found: list[Entry], most: int, wanted: Callable[[Entry], bool], subject: int | None = None
+) -> Work:
+    """Fills ``found`` with the latest ``most`` entries that are wanted, the oldest first."""
+    for entry in common.story.latest(wanted, subject):
+        if entry is None:
+            yield []
+            continue
+        found.append(entry)
+        if len(found) == most:
+            break
+    found.reverse()
 
 
 def _names(index: Index, key: bytes) -> Iterator[bytes]:
@@ -65,15 +98,15 @@ def _ago(common: Common, when: int) -> str:
     return f"{(common.now - when) / 1e9:12.6f} s ago"
 
 
-def _of_operations(common: Common, entries: Iterable[tuple[int, Kind, int, int, int, int]]) -> list[str]:
-    """A line for each of what happened to operations; a miss and what it lacked are one."""
-    lines: list[str] = []
-    for when, kind, op, session, a, b in entries:
+def _tell_operations(common: Common, entries: Iterable[Entry], lines: list[str]) -> Work:
+    """Adds a line for each of what happened to operations; a miss and what it lacked are one."""
+    for count, (when, kind, op, session, a, b) in enumerate(entries, 1):
+        if count % _LINES == 0:
+            yield []
         if kind is not Kind.LACKED:
             lines.append(f"{_ago(common, when)}  operation {session}/{op}: {_told(kind, session, a, b)}")
         elif lines:  # what it follows may be forgotten
             lines[-1] += ", at key ...{2}, position {1} of group {0}".format(*divmod(a, 1 << 32), _hex(b))
-    return lines
 
 
 def _object(common: Common, row: int, named: bool) -> list[str]:
@@ -91,13 +124,28 @@ def _object(common: Common, row: int, named: bool) -> list[str]:
 
 
 def _holders(common: Common, row: int, lines: list[str]) -> Work:
-    """Adds to ``lines``, an operation at a time: each may have many thousand rows."""
+    """Adds to ``lines``, some rows of operations at a time: each may have many thousand."""
+    looked, holders = 0, 0
     for attachment in list(common.attachments.values()):
         for operation in list(attachment.operations.values()):
-            if any(row in part.leased for part in operation.parts):
-                held = f"operation {operation.session}/{operation.id} of instance {attachment.instance}"
-                lines.append(f"     held by {held} ({operation.phase.name.lower()})")
-            yield []
+            for part in operation.parts:
+                for start in range(part.skip, len(part.rows), _ROWS):
+                    some = part.rows[start : start + _ROWS]
+                    looked += len(some)
+                    if row in some:
+                        holders += 1
+                        held = f"operation {operation.session}/{operation.id} of instance {attachment.instance}"
+                        lines.append(f"     held by {held} ({operation.phase.name.lower()})")
+                        break
+                    if looked >= _ROWS:
+                        looked = 0
+                        yield []
+                else:
+                    continue
+                break
+            if holders == MOST:
+                lines.append("     and perhaps by others")
+                return
 
 
 def _told(kind: Kind, actor: int, a: int, b: int) -> str:

@@ -34,7 +34,14 @@ class Limits:
     all_queries: int = 1024
     operations: int = 4096
     """Questions of one engine that are answered and not given up."""
+    keys: int = 2 << 20
+    """Keys that all of these name together. Each takes 16 bytes of the manager's own memory."""
+    credits: int = 16_384
+    """Slots granted to one engine and not used yet."""
     spaces: int = 64
+    """Spaces that one engine has open, and cache groups of one namespace."""
+    known_spaces: int = 8192
+    """Spaces that are known. Each takes about 4 KiB of the manager's own memory, however little is stored there."""
     read_bytes: int = 256 << 20
     """Bytes being read from logs at once."""
     write_batch: int = 16 << 20
@@ -49,6 +56,8 @@ class Limits:
     """How long an answer may wait for reads; then what is there is the answer."""
     lease_ns: int = 60 * SECOND
     """How long an answered lease is kept for a restore to start. Clients give up after a fraction of it."""
+    hear_ns: int = SECOND
+    """How much longer it is kept each time that its owner has said something that is not taken in yet."""
     stall_ns: int = 60 * SECOND
     """A restore that takes longer is reported."""
     retry_ns: int = 10 * SECOND

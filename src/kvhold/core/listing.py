@@ -1,8 +1,9 @@
 """``kvhold keys``: what can be found of one (namespace, group), row by row, in bounded parts."""
 
 from kvhold.core import events as ev
-from kvhold.core.common import Common, Work
+from kvhold.core.common import Common
 from kvhold.core.rows import State
+from kvhold.core.turns import Work
 
 _ROWS, _MOVES = (1 << 32) - 1, (1 << 30) - 1
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from kvhold.core import events as ev
 from kvhold.core.catalogue import Index
-from kvhold.core.common import Common, Timer, Work, split
+from kvhold.core.common import Common, Timer, split
 from kvhold.core.events import Effect, Reason
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Operation, Part, Phase
 from kvhold.core.storage import Storage
 from kvhold.core.story import Kind, block_of, fingerprint
+from kvhold.core.turns import Work
 
 _REASONS = list(Reason)
 _DUE = 4
@@ -31,6 +32,7 @@ class Queries:
         self._waiters: dict[int, dict[Operation, int]] = {}  # by row that is LOADING: how often each names it
         self._answers: Timer[Operation] = Timer()
         self._leases: Timer[Operation] = Timer()
+        self._unheard: Timer[Operation] = Timer()  # whose lease is over, were it known what its owner has said
         self._restores: Timer[Operation] = Timer()
 
     # --- asking -------------------------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ class Queries:
             return
         operation, former = opened, None
         space = operation.attachment.spaces[event.space]
-        width, index, maps = space.index.key_bytes, space.index, space.index.maps
+        width, index = space.index.key_bytes, space.index
         part = Part(index, event.skip)
         keys, reason = event.keys, Reason.NONE
         if event.extend:
@@ -60,7 +62,7 @@ class Queries:
         known = len(part.rows)
         operation.keys, operation.reason = keys, reason
         operation.lacked = former.lacked if former is not None else None
-        operation.asked = known + len(keys) // width
+        self._count_keys(operation, known + len(keys) // width)
         if replaced is not None:
             yield replaced
         self._note(operation, Kind.ASKED, operation.asked)
@@ -68,7 +70,7 @@ class Queries:
             if operation.phase is Phase.OVER or operation.attachment.broken:
                 return  # who ended it ends its leases
             found: list[int] = []
-            first = start - known
+            maps, first = index.maps, start - known  # they may be others in the next slice
             try:
                 for key in split(keys[first * width : (first + ev.MAX_BATCH) * width], width):
                     found.append(maps[key[-1]][key])
@@ -114,7 +116,7 @@ class Queries:
         replaced = self._replace(operation, [], None)
         if replaced is not None:
             yield replaced
-        operation.asked = sum(len(keys) // index.key_bytes for index, keys in work)
+        self._count_keys(operation, sum(len(keys) // index.key_bytes for index, keys in work))
         self._note(operation, Kind.ASKED, operation.asked)
         demand = sum(len(keys) // index.key_bytes * index.size for index, keys in work)
         reason = self._too_large(operation, demand)
@@ -202,11 +204,12 @@ class Queries:
         common, limits = self._common, self._common.limits
         attachment = common.speaker(event.session)
         parts = ((event.space, event.keys),) if isinstance(event, ev.Query) else event.parts
-        named = parts if isinstance(event, ev.Query) else (*event.parts, *event.used)
+        extends = isinstance(event, ev.Query) and event.extend
+        every = parts if isinstance(event, ev.Query) else (*event.parts, *event.used)
         common.counters["queries"] += 1
         if attachment is None or not attachment.ready:
             return [ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.DETACHED)]
-        if wrong := self._nonsense(attachment, event.op, named):
+        if wrong := self._nonsense(attachment, event.op, every):
             return [ev.Refuse(event.session, wrong)]
         former = attachment.operations.get(event.op)
         if former is not None and former.revision >= event.revision:
@@ -214,18 +217,25 @@ class Queries:
             return []
         if former is not None and former.phase is Phase.STARTED:
             return [ev.Refuse(event.session, f"operation {event.op} is being restored and cannot be asked anew")]
-        if any(number not in attachment.spaces for number, _ in named):
+        if any(number not in attachment.spaces for number, _ in every):
             answer = ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.DETACHED)
             return [*(self._end(former, Kind.SUPERSEDED) if former else []), *self._common.departed(), answer]
         replaced, pending = former is not None, former is not None and former.phase < Phase.ANSWERED
         crowded = attachment.answering - pending >= limits.queries or self.answering - pending >= limits.all_queries
-        if crowded or len(attachment.operations) - replaced >= limits.operations:
-            asked = sum(len(keys) // attachment.spaces[number].index.key_bytes for number, keys in parts)
+        asked = sum(len(keys) // attachment.spaces[number].index.key_bytes for number, keys in parts)
+        named = attachment.asked + asked - (former.asked if former is not None and not extends else 0)
+        if crowded or len(attachment.operations) - replaced >= limits.operations or named > limits.keys:
             common.counters["keys_asked"] += asked
             common.counters["keys_budget"] += asked
             answer = ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.BUDGET)
             return [*(self._end(former, Kind.SUPERSEDED) if former else []), *self._common.departed(), answer]
         return Operation(attachment, event.session, event.op, event.revision, exact, event.ahead)
+
+    @staticmethod
+    def _count_keys(operation: Operation, keys: int) -> None:
+        """The operation names so many keys, from now until it is over."""
+        operation.asked = keys
+        operation.attachment.asked += keys
 
     @staticmethod
     def _nonsense(attachment: Attachment, op: int, parts: Sequence[tuple[int, bytes]]) -> str:
@@ -251,7 +261,7 @@ class Queries:
             part.skip = max(part.skip, old.skip)
             part.rows = list(old.rows)
             leased = part.leased
-            for row in leased:
+            for row in leased if self._waiters else ():
                 if row in self._waiters:
                     self._wait_for(operation, row)
             operation.spoiled |= extended.spoiled
@@ -421,7 +431,7 @@ class Queries:
                 tail = Part(part.index, 0, part.rows[max(cut, part.skip) :])
                 part.rows = part.rows[:cut]
                 self._charge(operation, min(0, len(part.leased) * part.index.size - operation.charged))
-                effects += self._common.start(self._let_go(operation, [tail]))
+                effects += self._let_go(operation, [tail])
         operation.phase = Phase.ANSWERED
         attachment.answering -= 1
         self.answering -= 1
@@ -471,12 +481,21 @@ class Queries:
         session = self._common.sessions.get(event.session)
         if session is None or not session.decides:
             return
+        effects: list[Effect] = []
+        cost = 0
         for op, revision in event.ops:
             operation = session.attachment.operations.get(op)
+            cost += 1
             if operation is not None and operation.revision == revision:
-                yield self._end(operation, Kind.RELEASED)
+                cost += min(operation.asked, ev.MAX_BATCH)
+                effects += self._end(operation, Kind.RELEASED)
             elif operation is not None:
                 self._common.counters["stale"] += 1
+            if cost >= ev.MAX_BATCH:
+                yield effects
+                effects, cost = [], 0
+        if effects:
+            yield effects
 
     def started(self, event: ev.Started) -> None:
         attachment = self._common.speaker(event.session)
@@ -488,6 +507,7 @@ class Queries:
             operation.phase = Phase.STARTED
             self._note(operation, Kind.STARTED, 0)
             self._leases.end(operation)
+            self._unheard.end(operation)
             self._restores.begin(operation, self._common.now)
 
     def spoiled(self, event: ev.Spoiled) -> Work:
@@ -513,15 +533,17 @@ class Queries:
                         self._common.counters["quarantined"] += 1
                 yield self.storage.forget(names) if names else []
 
-    def tick(self) -> list[Effect]:
+    def tick(self, event: ev.Tick) -> list[Effect]:
         """What its time has come for, as far as that is not much; the next deadline is in the past, if it is more."""
         limits, now = self._common.limits, self._common.now
         effects: list[Effect] = []
         for _ in range(_DUE):
             if operation := self._answers.overdue(now - limits.answer_ns):
                 effects += self._conclude(operation, operation.reason)
-            elif operation := self._leases.overdue(now - limits.lease_ns):
-                if not operation.attachment.broken:
+            elif operation := self._due_lease():
+                if operation.session in event.behind:
+                    self._unheard.begin(operation, now)
+                elif not operation.attachment.broken:
                     self._common.counters["expired"] += 1
                     effects.append(ev.Expired(operation.session, operation.id, operation.revision))
                     effects += self._end(operation, Kind.EXPIRED)
@@ -534,12 +556,17 @@ class Queries:
                 break
         return effects
 
+    def _due_lease(self) -> Operation | None:
+        limits, now = self._common.limits, self._common.now
+        return self._leases.overdue(now - limits.lease_ns) or self._unheard.overdue(now - limits.hear_ns)
+
     @property
     def next_deadline(self) -> int | None:
         limits = self._common.limits
         ends = [
             (self._answers.oldest, limits.answer_ns),
             (self._leases.oldest, limits.lease_ns),
+            (self._unheard.oldest, limits.hear_ns),
             (self._restores.oldest, limits.stall_ns),
         ]
         return min((begun + after for begun, after in ends if begun is not None), default=None)
@@ -561,13 +588,21 @@ class Queries:
         operation.keys = b""
         if attachment.operations.get(operation.id) is operation:
             del attachment.operations[operation.id]
-        for timer in (self._answers, self._leases, self._restores):
+        attachment.asked -= operation.asked
+        for timer in (self._answers, self._leases, self._unheard, self._restores):
             timer.end(operation)
         self._charge(operation, -operation.charged)
         parts, operation.parts = operation.parts, []
-        return self._common.start(self._let_go(operation, parts))
+        return self._let_go(operation, parts)
 
-    def _let_go(self, operation: Operation, parts: Sequence[Part]) -> Work:
+    def _let_go(self, operation: Operation, parts: Sequence[Part]) -> list[Effect]:
+        """Release what the operation leased of ``parts``: at once if that is not much, else slice by slice."""
+        work = self._letting_go(operation, parts)
+        if sum(len(part.rows) - part.skip for part in parts) <= ev.MAX_BATCH:
+            return [effect for effects in work for effect in effects]
+        return self._common.start(work, operation.session)
+
+    def _letting_go(self, operation: Operation, parts: Sequence[Part]) -> Work:
         for part in parts:
             rows = part.leased
             for start in range(0, len(rows), ev.MAX_BATCH):

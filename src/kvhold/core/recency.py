@@ -5,9 +5,10 @@ namespace's share can be kept apart; stamps compare across lists. Leased rows st
 eviction is passed over and counts as used just now, so that leasing and releasing cost no list work at all.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 from kvhold.core.rows import Rows, State
@@ -17,6 +18,9 @@ LOOK = 512
 
 _TIME_STEP, _TIMES = 60_000_000_000, 1 << 15
 """A minute, for three weeks, is how well it is known when something was used last."""
+
+CLOSED = -1
+"""In place of the head of a list that is not used any more."""
 
 T = TypeVar("T")
 
@@ -45,6 +49,7 @@ class Recency(Generic[T]):
         self._times: deque[tuple[int, int]] = deque(maxlen=_TIMES)  # (time, clock then)
         # By size, of every list that is not empty: its oldest row's stamp when last looked at. Never newer than it is.
         self._heaps: dict[int, list[tuple[int, int, RecencyList[T]]]] = {}
+        self._closed: dict[int, int] = {}  # by size, how many of them are closed
 
     @property
     def sizes(self) -> list[int]:
@@ -63,12 +68,23 @@ class Recency(Generic[T]):
 
     def close(self, lst: RecencyList[T]) -> None:
         """The list is empty and not used again."""
-        if lst.queued:
-            heap = self._heaps[lst.size]
-            heap[:] = sorted(entry for entry in heap if entry[2] is not lst)
-            if not heap:
-                del self._heaps[lst.size]
         self._rows.drop(lst.head)
+        lst.head = CLOSED
+        if not lst.queued:
+            return
+        # To look for it in the heap would cost as much as there are lists, each time; so that is done now and then.
+        heap, closed = self._heaps[lst.size], self._closed.get(lst.size, 0) + 1
+        if closed * 2 > len(heap):
+            heap[:] = [entry for entry in heap if entry[2].head != CLOSED]
+            heapify(heap)
+            closed = 0
+        self._closed[lst.size] = closed
+        self._drop_empty(lst.size)
+
+    def _drop_empty(self, size: int) -> None:
+        if not self._heaps[size]:
+            del self._heaps[size]
+            self._closed.pop(size, None)
 
     def insert(self, row: int, lst: RecencyList[T], parent: int | None = None) -> None:
         """Put a row that is in no list just behind ``parent``, which is in ``lst``; without one, as used just now."""
@@ -90,7 +106,8 @@ class Recency(Generic[T]):
 
     def clock_at(self, then: int) -> int:
         """Rows with a smaller or equal stamp were not used after ``then``; 0 if that is not known."""
-        return max((clock for time, clock in self._times if time <= then), default=0)
+        found = bisect_right(self._times, then, key=lambda noted: noted[0])
+        return self._times[found - 1][1] if found else 0
 
     def append(self, row: int, lst: RecencyList[T]) -> None:
         """Put a row that is in no list where the one used longest ago is."""
@@ -143,6 +160,10 @@ class Recency(Generic[T]):
         found = None
         while heap:
             stamp, number, lst = heap[0]
+            if lst.head == CLOSED:
+                heappop(heap)
+                self._closed[size] -= 1
+                continue
             last = self._rows.newer[lst.head]
             if last == lst.head:
                 heappop(heap)
@@ -158,8 +179,7 @@ class Recency(Generic[T]):
                 break
         for entry in aside:
             heappush(heap, entry)
-        if not heap:
-            del self._heaps[size]
+        self._drop_empty(size)
         return found
 
     def first(self, lst: RecencyList[T]) -> int | None:

@@ -95,6 +95,8 @@ class Attachment:
     operations: dict[int, Operation] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
     answering: int = 0  # questions that are not answered yet
+    wanting: int = 0  # its spaces that want credits
+    asked: int = 0  # keys that its operations name
     prepared: int = 0  # bytes that its operations are charged with
     ahead: int = 0  # of those, bytes asked for ahead of need
 

@@ -4,8 +4,8 @@ Rules of this folder: all that decides is here, and nothing here knows what carr
 amount of work; what is longer is left as a resumable piece, of which :meth:`Core.step` does one slice. Effects are to
 be carried out in order; bytes are exposed only after the change that protects them.
 
-Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``catalogue``, ``sessions``, ``credits``, ``queries``,
-``segments``, ``devices``, ``reads``, ``writes``, ``storage``, then this file.
+Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``catalogue``, ``sessions``, ``turns``, ``credits``,
+``queries``, ``segments``, ``devices``, ``reads``, ``writes``, ``storage``, then this file.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
 from kvhold.core.catalogue import Catalogue
-from kvhold.core.common import Common, Work
+from kvhold.core.common import Common
 from kvhold.core.credits import Credits
 from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.explain import explain
@@ -24,6 +24,7 @@ from kvhold.core.queries import Queries
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Session
 from kvhold.core.story import Kind
+from kvhold.core.turns import Work
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +69,11 @@ class Core:
         common = self.common
         match event:
             case ev.Query():
-                return common.start(self.queries.query(event))
+                return common.start(self.queries.query(event), event.session, question=True)
             case ev.Commit():
                 return self.credits.commit(event)
             case ev.Release():
-                return common.start(self.queries.release(event))
+                return common.start(self.queries.release(event), event.session)
             case ev.Cut():
                 return self.queries.cut(event)
             case ev.Started():
@@ -80,15 +81,15 @@ class Core:
             case ev.Done():
                 return self.storage.done(event) + self._forgotten(event)
             case ev.Tick():
-                return self.queries.tick()
+                return self.queries.tick(event)
             case ev.Return():
                 return self.credits.give_back(event)
             case ev.Lookup():
-                return common.start(self.queries.lookup(event))
+                return common.start(self.queries.lookup(event), event.session, question=True)
             case ev.Prepare():
-                return common.start(self.queries.prepare(event))
+                return common.start(self.queries.prepare(event), event.session, question=True)
             case ev.Spoiled():
-                return common.start(self.queries.spoiled(event))
+                return common.start(self.queries.spoiled(event), event.session)
             case ev.Open():
                 return self.credits.open(event)
             case ev.Close():
@@ -103,16 +104,16 @@ class Core:
                 self.arena.grow(event.pages)
                 self.catalogue.freed += 1
             case ev.Purge():
-                return common.start(self._purge(event))
+                return common.start(self._purge(event), event.session)
             case ev.Flush():
                 return self.storage.flush(event.session)
             case ev.Configure():
                 self.catalogue.configure(event.limits)
                 return self.credits.share() + common.start(self._shrink())
             case ev.Explain():
-                return common.start(explain(common, event))
+                return common.start(explain(common, event), event.session, question=True)
             case ev.List():
-                return common.start(listing(common, event))
+                return common.start(listing(common, event), event.session, question=True)
             case ev.LogOpened():
                 self.storage.opened(event)
             case ev.Segments():
@@ -126,12 +127,21 @@ class Core:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to do."""
-        return bool(self.common.work)
+        return bool(self.common.turns)
 
     def step(self) -> list[Effect]:
-        """One slice of the piece of work that has waited longest."""
-        work = self.common.work
-        return self._follow(self.common.start(work.popleft())) if work else []
+        """One slice of work that is not finished, for whoever has waited longest."""
+        turns = self.common.turns
+        return self._follow(turns.slice()) if turns else []
+
+    def unfinished(self, session: int) -> int:
+        """Pieces of work that a session has asked for and that are not finished."""
+        return self.common.turns.of(session)
+
+    @property
+    def purges(self) -> int:
+        """Purges under way."""
+        return len(self._purges)
 
     def _follow(self, effects: list[Effect]) -> list[Effect]:
         """``effects``, and what can be done now that could not before; then all watchers know what is gone."""
@@ -193,6 +203,11 @@ class Core:
         return [ev.Ready(scheduler.id, tuple(s.id for s in attachment.sessions.values() if s.role is Role.WORKER))]
 
     def _left(self, session_id: int, how: Gone) -> list[Effect]:
+        self.common.turns.forget(session_id)
+        self.storage.forget_flushes(session_id)
+        for purging in self._purges:
+            if purging.session == session_id:
+                purging.session = 0  # it goes on, and nobody is told
         session = self.sessions.get(session_id)
         if session is None:
             return []
@@ -292,13 +307,19 @@ class Core:
         while going:
             going = False
             for _ in range(ev.MAX_BATCH):
-                if not (catalogue.objects > catalogue.limits.max_objects and catalogue.forget_one()) and not any(
-                    map(catalogue.evict_own, catalogue.over_quota())
-                ):
+                if not (catalogue.objects > catalogue.limits.max_objects and catalogue.forget_one()):
                     break
-            else:
                 going = True
             yield []
+        cost = 0
+        for name in list(catalogue.limits.quotas):
+            more = True
+            while more:
+                owner = catalogue.namespaces.get(name)
+                more = owner is not None and owner.used > owner.quota.limit and catalogue.evict_own(owner)
+                cost += 1
+                if cost % ev.MAX_BATCH == 0:
+                    yield []
 
     # --- accounts -----------------------------------------------------------------------------------------------
 

@@ -82,6 +82,11 @@ class Storage:
                 geometry = namespace, group, len(key), shards
                 size = slot_bytes(shards)
                 purged = any(name in (b"", namespace) and segment.seq <= seq for name, seq in device.purged)
+                crowded = len(catalogue.indexes) >= limits.known_spaces and catalogue.find(namespace, group) is None
+                if crowded and not purged:
+                    self._common.counters["recovered_over"] += 1
+                    geometry = None
+                    continue
                 index = None if purged else catalogue.index(*geometry, size)
             if index is None:
                 self._common.counters["recovered_foreign"] += not purged
@@ -151,6 +156,10 @@ class Storage:
         """Have what is queued now written and synced; the session is told when it is."""
         self._flushes.append(_Flush(session, {number: device.queued for number, device in self.devices.items()}))
         return self._end_flushes()
+
+    def forget_flushes(self, session: int) -> None:
+        """The session is gone: what it wants written is written all the same, and nobody is told."""
+        self._flushes = [flush for flush in self._flushes if flush.session != session]
 
     def _sync(self, device: Device) -> list[Effect]:
         """Sync a log for those for whom everything is written there."""

@@ -5,7 +5,7 @@ written where things happen anyway; nothing is formatted before somebody asks.
 """
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 ENTRIES = 1 << 16
@@ -44,6 +44,12 @@ class Kind(IntEnum):
     LACKED = 30  # the same of the first key that a MISSED lacked: right after that
 
 
+Entry = tuple[int, Kind, int, int, int, int]
+"""When, kind, subject, actor, a, b."""
+
+LOOK = 2048
+"""Entries that are looked at without a pause."""
+
 MARK = 8
 """Bytes of a key's end that an entry has."""
 
@@ -77,23 +83,20 @@ class Story:
         self._a[at] = a
         self._b[at] = b
 
-    def latest(self, kinds: Collection[Kind], count: int) -> list[tuple[int, Kind, int, int, int, int]]:
-        """(when, kind, subject, actor, a, b) of the last ``count`` entries of these kinds, the oldest first."""
-        found: list[tuple[int, Kind, int, int, int, int]] = []
-        for entry in range(self._next - 1, max(0, self._next - self._entries) - 1, -1):
-            at = entry % self._entries
-            if (number := self._what[at] & 0xFF) in kinds:
-                kind, actor = Kind(number), self._what[at] >> 8
-                found.append((self._when[at], kind, self._subject[at], actor, self._a[at], self._b[at]))
-                if len(found) == count:
-                    break
-        return found[::-1]
+    def latest(self, wanted: Callable[[Entry], bool], subject: int | None = None) -> Iterator[Entry | None]:
+        """What is remembered and ``wanted``, perhaps only of one subject, the latest first.
 
-    def about(self, subject: int, operation: bool) -> Iterator[tuple[int, Kind, int, int, int]]:
-        """(when, kind, actor, a, b) of what is remembered about an operation or else an object, the oldest first."""
-        for number in range(max(0, self._next - self._entries), self._next):
+        None after each :data:`LOOK` entries: whoever looks may do something else meanwhile, and misses what is
+        forgotten by then.
+        """
+        for looked, number in enumerate(range(self._next - 1, -1, -1), 1):
+            if number < self._next - self._entries:
+                return
             at = number % self._entries
-            if self._subject[at] == subject:
-                kind = Kind(self._what[at] & 0xFF)
-                if (kind >= Kind.ASKED) == operation:
-                    yield self._when[at], kind, self._what[at] >> 8, self._a[at], self._b[at]
+            if subject is None or self._subject[at] == subject:
+                what = self._what[at]
+                entry = (self._when[at], Kind(what & 0xFF), self._subject[at], what >> 8, self._a[at], self._b[at])
+                if wanted(entry):
+                    yield entry
+            if looked % LOOK == 0:
+                yield None

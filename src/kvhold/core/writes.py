@@ -4,12 +4,13 @@ from array import array
 from collections.abc import Sequence
 
 from kvhold.core import events as ev
-from kvhold.core.common import Common, Work
+from kvhold.core.common import Common
 from kvhold.core.devices import ERRORS, Device, Devices, Dirty, Io
 from kvhold.core.events import Effect
 from kvhold.core.rows import State
 from kvhold.core.segments import HEADER, Segment, pack, table_bytes
 from kvhold.core.story import Kind, fingerprint
+from kvhold.core.turns import MANAGER, Work
 
 REWRITE_SHARE = 0.1
 """Bytes that may be written again, when their segment is given up, for each byte that is written for the first time.
@@ -119,7 +120,7 @@ class Writes:
         while device.queue and batch.bytes < most and len(batch.rows) < ev.MAX_BATCH:
             looked += 1
             if looked > 4 * ev.MAX_BATCH:  # most of what waited is gone
-                common.work.append(iter([[]]))  # and the rest is looked at in the next slice
+                common.turns.add(iter([[]]), MANAGER, False)  # and the rest is looked at in the next slice
                 break
             dirty = device.queue[0]
             row = dirty.row

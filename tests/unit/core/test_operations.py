@@ -416,6 +416,35 @@ class TestTime:
         assert world.core.counters["stale"] == 1
         assert world.core.next_deadline is None
 
+    def test_what_is_said_and_not_taken_in_yet_keeps_a_lease(self):
+        """It may be that a restore has begun. Others' leases end all the same."""
+        world, engine, keys = stored(limits=Limits(lease_ns=SECOND, hear_ns=SECOND))
+        other = world.engine("other")
+        engine.query(keys[:3], op=1)
+        other.query(keys[3:], op=2)
+        world.now += 2 * SECOND
+        behind = frozenset([engine.scheduler])
+        assert world.settle(ev.Tick(behind)) == [ev.Expired(other.scheduler, 2, 1)]
+        for _ in range(3):
+            due = world.core.next_deadline
+            assert due is not None
+            assert due > world.now
+            world.now = due
+            assert world.settle(ev.Tick(behind)) == []
+        assert world.accounts["leased"] == 3 * SLOT
+        world.settle(ev.Started(engine.scheduler, (1,)))
+        assert world.tick(30 * SECOND) == []
+        assert world.accounts["leased"] == 3 * SLOT
+
+    def test_what_was_not_a_restore_after_all_expires(self):
+        world, engine, keys = stored(limits=Limits(lease_ns=SECOND, hear_ns=SECOND))
+        engine.query(keys, op=1)
+        world.now += 2 * SECOND
+        world.settle(ev.Tick(frozenset([engine.scheduler])))
+        assert world.tick(SECOND) == [ev.Expired(engine.scheduler, 1, 1)]
+        assert "leased" not in world.accounts
+        assert world.core.next_deadline is None
+
     def test_what_a_lost_engine_leased_does_not_expire(self):
         world, engine, keys = stored()
         engine.query(keys, op=1)
@@ -478,6 +507,22 @@ def test_a_class_shift_is_complete_once_leases_end():
         engine.store(chain(16, name), 1)
     large = sum(len(world.resident(chain(16, name), group=1)) for name in ("b", "c")) + len(engine.slots[1])
     assert large * PAGE >= 0.9 * world.core.arena.total
+
+
+class TestManyKeys:
+    def test_the_keys_of_one_engines_questions_are_bounded_together(self):
+        world, engine, keys = stored(12, limits=Limits(keys=20))
+        assert engine.query(keys, op=1).resident == 12
+        (answer,) = engine.prepare((0, keys[:9]), op=2)
+        assert (answer.resident, answer.reason) == (0, Reason.BUDGET)
+        assert engine.query(keys[:8], op=3).resident == 8
+        assert world.engine("other").query(keys, op=4).resident == 12
+        engine.release(1)
+        assert engine.query(keys, op=5).resident == 12
+        engine.release(3, 5)
+        assert engine.query(keys[:4], op=6).resident == 4
+        assert engine.query(keys[4:], op=6, revision=2, extend=True).resident == 12
+        assert engine.query(keys[:9], op=7).reason is Reason.BUDGET, "what was extended is named by its successor"
 
 
 class TestExplain:
