@@ -33,7 +33,7 @@ from kvhold.cli.demo_model import ensure_model
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "without": None,
-    "kvhold": {"kv_connector": "KvHoldConnector", "kv_load_failure_policy": "recompute"},
+    "kvhold": {"kv_connector": "KvHoldConnector"},
     "example": {"kv_connector": "ExampleConnector"},
 }
 LENGTHS = (128, 512, 1024)

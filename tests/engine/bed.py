@@ -73,7 +73,6 @@ def engine(
     model_dir: Path,
     *,
     connector: dict[str, Any] | None,
-    policy: str = "recompute",
     role: str = "kv_both",
     **llm_kwargs: Any,
 ) -> LLM:
@@ -100,7 +99,6 @@ def engine(
             kv_connector_module_path="kvhold.engines.vllm.connector",
             kv_connector_extra_config=connector,
             kv_role=role,
-            kv_load_failure_policy=policy,
         )
     try:
         with _fast():
@@ -160,11 +158,17 @@ def runner(llm: LLM) -> Any:
 
 
 def scheduler_half(llm: LLM) -> Any:
-    return scheduler(llm).connector
+    return _ours(scheduler(llm).connector)
 
 
 def worker_half() -> Any:
-    return get_kv_transfer_group()
+    return _ours(get_kv_transfer_group())
+
+
+def _ours(connector: Any) -> Any:
+    """kvhold's connector, which may be a child of ``MultiConnector``."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next((child for child in children if type(child).__name__ == "KvHoldConnector"), connector)
 
 
 def free_blocks(llm: LLM) -> int:

@@ -5,14 +5,15 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from bed import generate, prompt, scheduler_half, worker_half
-from kvhold_bed import counting, scheduler_side, serving
+from bed import generate, prompt, scheduler_half
+from kvhold_bed import attached, counting, serving, until, warm_up, worker_side
 from manager_process import Manager
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
@@ -31,14 +32,16 @@ from vllm.v1.request import Request
 from kvhold import protocol as wire
 from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
+from kvhold.engines.vllm import spaces
 from kvhold.engines.vllm.connector import KvHoldConnector
 from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.groups import Group, kept_groups
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.lookups import Lookups
-from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
+from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan
 from kvhold.engines.vllm.publishing import Publishing
 from kvhold.engines.vllm.questions import Part
+from kvhold.engines.vllm.ranks import WorkerReport
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldStats
@@ -815,30 +818,32 @@ def test_of_two_questions_about_a_block_the_later_one_counts(last: int) -> None:
 # Both halves in the engine
 
 
-def test_before_the_workers_have_reported_nothing_is_found_or_stored(llama_dir: Path, manager: Manager) -> None:
+def test_while_the_workers_disagree_nothing_is_found_or_stored_and_the_log_says_why(
+    llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that begins after the engine's start cannot stop it: it serves nothing until all agree."""
+    said: list[str] = []
+    monkeypatch.setattr(spaces.log, "error", lambda text, *args: said.append(text % args))
     with serving(llama_dir, manager) as llm, counting() as counts:
-        half, connector = scheduler_side(llm), scheduler_half(llm)
-        ranks, half._spaces.ranks = half._spaces.ranks, None
-        connector.set_xfer_handshake_metadata({})
-        assert half._spaces.ranks is None, "none has"
-        generate(llm, [prompt(100, 1)])
-        assert counts["blocks_published"] == 0
+        worker = worker_side()
+        assert worker._report is not None
+        agreed, worker._report = worker._report, replace(worker._report, owner=1)
+        manager.restart()
+        until(lambda: attached(llm), "it attaches again")
+        generate(llm, [prompt(100, 1)] * 2)
         assert llm.reset_prefix_cache()
         generate(llm, [prompt(100, 1)])
-        assert (counts["tokens_hit"], counts["load_failures"]) == (0, 0)
-        half._spaces.ranks = ranks
+        assert (counts["blocks_published"], counts["tokens_hit"], counts["load_failures"]) == (0, 0, 0)
+        assert len(said) == 1
+        assert "disagree about their KV cache: rank 0: " in said[0]
+        with pytest.raises(ValueError, match="disagree about their KV cache: rank 0: "):
+            scheduler_half(llm).set_xfer_handshake_metadata_pp_aware({})  # as at the start, which it stops
+        worker._report = agreed
+        manager.restart()
+        until(lambda: attached(llm), "it attaches again")
+        warm_up(llm)
         generate(llm, [prompt(100, 2)])
         assert counts["blocks_published"] == 3
-
-
-def test_a_worker_takes_no_reports_of_others(llama_dir: Path, manager: Manager) -> None:
-    with serving(llama_dir, manager) as llm:
-        worker = worker_half()
-        report = worker.get_handshake_metadata()
-        assert report is not None
-        worker.set_xfer_handshake_metadata({0: report})
-        assert worker._scheduler is None
-        assert scheduler_half(llm).get_handshake_metadata() is None
 
 
 # Workers

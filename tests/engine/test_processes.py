@@ -184,7 +184,7 @@ def test_found_by_its_bare_name(llama_dir: Path, manager: Manager) -> None:
 
     plugin.register()
     plugin.register()  # idempotent
-    transfer = KVTransferConfig(kv_connector="KvHoldConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
+    transfer = KVTransferConfig(kv_connector="KvHoldConnector", kv_role="kv_both")
     assert KVConnectorFactory.get_connector_class(transfer).__name__ == "KvHoldConnector"
 
 

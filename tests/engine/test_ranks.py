@@ -1,5 +1,6 @@
 """Which rank writes what of an object, and where each reads: tensor and pipeline parallelism, replicated KV."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import generate, prompt, scheduler_half
+from bed import generate, prompt
 from kvhold_bed import scheduler_side, serving, worker_side
 from manager_process import Manager
 from vllm.v1.kv_cache_interface import (
@@ -18,8 +19,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvhold.engines.vllm.plans import CopyReport, WorkerReport
-from kvhold.engines.vllm.ranks import Shards, agree, replicas
+from kvhold.engines.vllm.plans import CopyReport
+from kvhold.engines.vllm.ranks import Ranks, Shards, WorkerReport, agree, replicas
+from kvhold.protocol import MAX_REPORT
 
 
 def reports(*sizes: tuple[int, ...], stages: int = 1, copies: int = 1) -> list[WorkerReport]:
@@ -42,53 +44,67 @@ def reports(*sizes: tuple[int, ...], stages: int = 1, copies: int = 1) -> list[W
     ]
 
 
+def agreed(told: Iterable[WorkerReport]) -> Ranks:
+    return agree([report.packed() for report in told])
+
+
 def test_each_rank_has_a_part_of_its_own() -> None:
-    ranks = agree(reports((4096, 100), (4096, 100)))
+    ranks = agreed(reports((4096, 100), (4096, 100)))
     assert ranks.shards == (Shards({0: 4096, 1: 4096}, (0, 4096)), Shards({0: 4096, 1: 4096}, (0, 4096)))
     assert ranks.digests == (b"same", b"stage 0")
 
 
 def test_replicated_kv_is_stored_once_and_read_by_all() -> None:
-    assert agree(reports(*[(5000,)] * 4, copies=4)).shards == (Shards({0: 8192}, (0, 0, 0, 0)),)
-    assert agree(reports(*[(5000,)] * 4, copies=2)).shards == (Shards({0: 8192, 2: 8192}, (0, 0, 8192, 8192)),)
+    assert agreed(reports(*[(5000,)] * 4, copies=4)).shards == (Shards({0: 8192}, (0, 0, 0, 0)),)
+    assert agreed(reports(*[(5000,)] * 4, copies=2)).shards == (Shards({0: 8192, 2: 8192}, (0, 0, 8192, 8192)),)
 
 
 def test_pipeline_stages_have_layers_of_their_own() -> None:
     """The second stage has twice the layers of the first group and none of the second."""
-    ranks = agree(reports((4096, 4096), (4096, 4096), (8192, 0), (8192, 0), stages=2))
+    ranks = agreed(reports((4096, 4096), (4096, 4096), (8192, 0), (8192, 0), stages=2))
     assert ranks.shards[0] == Shards({0: 4096, 1: 4096, 2: 8192, 3: 8192}, (0, 4096, 8192, 16384))
     assert ranks.shards[1].writes == {0: 4096, 1: 4096}
     assert ranks.digests == (b"same", b"stage 0", b"stage 1")
-    replicated = agree(reports(*[(4096,)] * 4, stages=2, copies=2))
+    replicated = agreed(reports(*[(4096,)] * 4, stages=2, copies=2))
     assert replicated.shards == (Shards({0: 4096, 2: 4096}, (0, 0, 4096, 4096)),)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"digest": b"other"}, {"stage_digest": b"other"}, {"world": 3}, {"private": True}, {"shard_bytes": (4096, 1)}],
+    [
+        {"digest": b"other"},
+        {"stage_digest": b"other"},
+        {"world": 3},
+        {"private": True},
+        {"shard_bytes": (4096, 1)},
+        {"owner": 7},
+    ],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_disagreement_stops_the_start_and_lists_the_ranks(wrong: dict[str, object]) -> None:
     first, second = reports((4096,), (4096,))
     with pytest.raises(ValueError, match=r"disagree about their KV cache: rank 0: rank 0; rank 1: rank 1"):
-        agree([first, replace(second, **wrong)])  # type: ignore[arg-type]
+        agreed([first, replace(second, **wrong)])  # type: ignore[arg-type]
 
 
 def test_replicas_must_have_equal_parts() -> None:
     first, second = reports((4096,), (4096,), copies=2)
     with pytest.raises(ValueError, match="disagree"):
-        agree([first, replace(second, shard_bytes=(8192,))])
+        agreed([first, replace(second, shard_bytes=(8192,))])
 
 
-def test_the_handshake_of_an_engine_with_stages(llama_dir: Path, manager: Manager) -> None:
-    """The engine keys reports by stage and rank; a base class would refuse the second stage."""
-    with serving(llama_dir, manager) as llm:
-        half = scheduler_side(llm)
-        half._world = 4
-        stages = reports(*[(4096,)] * 4, stages=2)
-        keyed = {(report.stage, report.rank % 2): report for report in stages}
-        scheduler_half(llm).set_xfer_handshake_metadata_pp_aware(keyed)
-        assert half._spaces.ranks == agree(stages)
+def test_reports_that_are_missing_or_are_none_are_no_word() -> None:
+    first, _ = reports((4096,), (4096,))
+    for told in ([], [first.packed()], [first.packed(), first.packed()]):
+        with pytest.raises(ValueError, match="have said what their KV cache is"):
+            agree(told)
+    with pytest.raises(ValueError, match="cannot be read"):
+        agree([b"\x80"])
+
+
+def test_a_report_of_many_groups_is_no_longer_than_the_manager_takes() -> None:
+    [report] = reports(((1 << 40) - 1,) * 64)
+    assert len(replace(report, summary="x" * 100_000).packed()) <= MAX_REPORT
 
 
 def test_who_owns_no_part_writes_none_and_is_not_waited_for(llama_dir: Path, manager: Manager) -> None:

@@ -181,20 +181,6 @@ def test_kinds_are_named() -> None:
             kind_of(unknown)
 
 
-def test_the_failure_policy_is_recommended_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvhold.engines.vllm import connector
-
-    said: list[str] = []
-    monkeypatch.setattr(connector.log, "warning", lambda text, *args: said.append(text % args))
-    with running(llama_dir, connector={"socket": "/nowhere.sock"}, policy="fail"):
-        pass
-    assert len(said) == 1
-    assert '"kv_load_failure_policy": "recompute"' in said[0]
-    with running(llama_dir, connector={"socket": "/nowhere.sock"}, policy="recompute"):
-        pass
-    assert len(said) == 1
-
-
 def test_documented_settings_are_the_real_ones() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     engine_part = text.split("## The engine")[1].split("What vLLM itself")[0]

@@ -260,9 +260,7 @@ class OracleEngine:
 
     def _connect(self) -> None:
         self._aggregator = KVOutputAggregator.from_connector(self.connector, self.kind.ranks)
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
-        )
+        self.connector.set_xfer_handshake_metadata_pp_aware({})
         tell = self.connector.update_state_after_alloc
 
         def told(request: Request, blocks: Any, external: int) -> None:
@@ -299,7 +297,6 @@ class OracleEngine:
                 kv_connector="KvHoldConnector",
                 kv_connector_module_path="kvhold.engines.vllm.connector",
                 kv_role="kv_both",
-                kv_load_failure_policy="recompute",
                 kv_connector_extra_config={
                     "socket": socket,
                     "save_decode_cache": kind.decode,

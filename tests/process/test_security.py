@@ -107,6 +107,10 @@ HELLO = packed(wire.Hello("scheduler", "x"))
         (wire.PREAMBLE + packed(wire.Hello("worker", "x", 0, 0)), "rank 0 of 0"),
         (wire.PREAMBLE + packed(wire.Hello("worker", "x", 0, 1 << 40)), f"rank 0 of {1 << 40}"),
         (wire.PREAMBLE + packed(wire.Hello("worker", "x" * 300)), "in instance"),
+        (
+            wire.PREAMBLE + packed(wire.Hello("worker", "x", report=b"x" * 4001)),
+            "a report of 4001 bytes, more than 4000",
+        ),
     ],
 )
 def test_what_is_no_introduction(site: Site, sent: bytes, reason: str) -> None:

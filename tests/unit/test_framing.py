@@ -76,7 +76,7 @@ def test_a_preamble_names_both_versions() -> None:
 
 
 MESSAGES = [
-    wire.Hello("worker", "engine", 1, 2, "vLLM", 7),
+    wire.Hello("worker", "engine", 1, 2, "vLLM", 7, b"report"),
     wire.Mapped(),
     wire.Retire(1 << 62),
     wire.Open(1, b"n" * 32, 0, 32, (4096, 8192), 64, True),
@@ -101,7 +101,7 @@ MESSAGES = [
 ANSWERS = [
     wire.Welcome(1, 2, 1 << 40),
     wire.Refused("no"),
-    wire.Ready(),
+    wire.Ready((b"one", b"")),
     wire.Settled(3),
     wire.Opened(1, 2, ""),
     wire.Answer(1, 2, 3, b"", "not_stored"),

@@ -116,8 +116,7 @@ class Subject(KvHoldConnector):
         parallel = config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._ranks = [_rank(config, cache, rank) for rank in range(world)]
-        reports = {rank: worker.get_handshake_metadata() for rank, (worker, _) in enumerate(self._ranks)}
-        self.set_xfer_handshake_metadata(reports)
+        self.set_xfer_handshake_metadata_pp_aware({})
         _subjects.append(self)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ BLOCK = 32
 """Tokens of a block; vLLM's own default on the CPU is 128."""
 CONTEXT = 8192
 """Tokens that the model can look back on."""
-CONNECTOR = {"kv_connector": "KvHoldConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+CONNECTOR = {"kv_connector": "KvHoldConnector", "kv_role": "kv_both"}
 _KV_CACHE_BYTES = 256 << 20
 _GOODBYE_SECONDS = 20.0
 _LOG_LINES = 15

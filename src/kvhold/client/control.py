@@ -105,6 +105,7 @@ class Control:
     def __init__(self, keeper: Keeper, step_seconds: float, answer_seconds: float, read_seconds: float) -> None:
         self.attachment = 0
         self.incarnation = 0
+        self.reports: tuple[bytes, ...] = ()  # of the workers of this attachment
         self.waited = 0.0  # seconds, in all
         self.exhausted = 0  # waits that used up a step's budget
         self.credit: dict[int, Slots] = {}
@@ -186,7 +187,8 @@ class Control:
                 self.watcher.stored(space, _split(keys, self._key_bytes[space]))
             case wire.Removed(space, keys) if self.watcher is not None and space in self._key_bytes:
                 self.watcher.removed(space, _split(keys, self._key_bytes[space]))
-            case wire.Ready():
+            case wire.Ready(reports):
+                self.reports = reports
                 self._attachments += 1
                 self.attachment = self._attachments
                 self.incarnation = channel.welcome.incarnation

@@ -32,6 +32,7 @@ class Connection:
         self.engine = ""
         self.rank = 0
         self.step = 0
+        self.report = b""
         self.said_bye = False
         self.since = 0.0
         self._opening = b""

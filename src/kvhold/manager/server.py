@@ -429,8 +429,11 @@ class Server:
     def _hello(self, connection: Connection, hello: wire.Hello) -> None:
         if not 0 < hello.world <= 1024 or not 0 <= hello.rank < hello.world or len(hello.instance) > 256:
             raise wire.ProtocolError(f"rank {hello.rank} of {hello.world} in instance {hello.instance[:64]!r}")
+        if len(hello.report) > wire.MAX_REPORT:
+            raise wire.ProtocolError(f"a report of {len(hello.report)} bytes, more than {wire.MAX_REPORT}")
         connection.role, connection.instance, connection.rank = hello.role, hello.instance, hello.rank
         connection.engine, connection.step = hello.engine[:256], hello.step
+        connection.report = hello.report
         connection.since = time.time()
         connection.stage = Stage.SESSION
         if hello.role == "admin":
@@ -487,10 +490,10 @@ class Server:
                     self._drop(connection)
                 case ev.Ready():
                     log.info("instance %s is served", connection.instance)
-                    self._send(connection, wire.Ready())
-                    for worker in effect.workers:
-                        if worker in self.connections:
-                            self._send(self.connections[worker], wire.Settled(connection.step))
+                    workers = [self.connections[one] for one in effect.workers if one in self.connections]
+                    self._send(connection, wire.Ready(tuple(worker.report for worker in workers)))
+                    for worker in workers:
+                        self._send(worker, wire.Settled(connection.step))
                 case ev.Stalled(_, op, seconds):
                     name = f"{connection.id}/{op}"
                     log.warning("%s: restore of operation %s takes longer than %d s", connection, name, seconds)

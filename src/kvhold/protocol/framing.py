@@ -9,11 +9,13 @@ MAX_FRAME = 4 << 20
 """Longest frame, in bytes: a query of 65,536 keys of 32 bytes fits."""
 MAX_KEYS = 65_536
 """Keys in one query."""
-VERSION = 4
+VERSION = 5
 """Version of the protocol; both sides must speak the same."""
 PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)
 """What a client sends before its first frame."""
 
+MAX_REPORT = 4000
+"""Bytes of a worker's report: those of 1,024 ranks fit into a frame."""
 SHARD_ALIGN = 4096
 """Shards of an object start at multiples of this, and their lengths are given padded to it."""
 RESTORE_WITHIN = 30.0

@@ -16,6 +16,8 @@ class Hello(_Message):
     """First frame. ``engine`` is said in logs.
 
     ``step`` is the last engine step in which the scheduler half may have planned against an earlier attachment.
+    ``report`` is a worker's word on its KV cache, at most :data:`~kvhold.protocol.MAX_REPORT` bytes. The scheduler half
+    of its instance hears it in :class:`Ready`; the manager does not look at it.
     """
 
     role: Literal["scheduler", "worker", "admin"]
@@ -24,6 +26,7 @@ class Hello(_Message):
     world: int = 1
     engine: str = ""
     step: int = 0
+    report: bytes = b""
 
 
 class Mapped(_Message):
@@ -191,7 +194,12 @@ class Refused(_Message):
 
 
 class Ready(_Message):
-    """Every worker of this scheduler session's instance has mapped the arena: plans may be made against it."""
+    """Every worker of this scheduler session's instance has mapped the arena: plans may be made against it.
+
+    ``reports`` are those that the workers introduced themselves with, in no particular order.
+    """
+
+    reports: tuple[bytes, ...] = ()
 
 
 class Settled(_Message):

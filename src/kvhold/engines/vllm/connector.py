@@ -6,6 +6,7 @@ the log, never an exception in the engine. Only the constructor and ``register_k
 """
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -19,12 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
 from kvhold.engines.vllm.config import load_settings
-from kvhold.engines.vllm.plans import CopyReport, StepPlan, WorkerReport
+from kvhold.engines.vllm.plans import CopyReport, StepPlan
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldPromMetrics, KvHoldStats
 from kvhold.engines.vllm.support import check_engine, check_version
@@ -79,6 +81,27 @@ def _nothing() -> None:
     return None
 
 
+def _compute_what_fails(config: "KVTransferConfig") -> None:
+    """Have the engine compute what a restore could not bring; its default is to fail the request.
+
+    vLLM looks at the policy once it has made the connector. Inside of ``MultiConnector``, which makes a configuration
+    of its own for each child and gives it no other, that of ``MultiConnector`` counts: it is who calls.
+    """
+    configs = [config]
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, MultiConnector):
+            configs.append(caller._kv_transfer_config)
+        frame = frame.f_back
+    for each in configs:
+        if each.kv_load_failure_policy != "recompute":
+            each.kv_load_failure_policy = "recompute"
+            log.info(
+                "kvhold: kv_load_failure_policy of %s is now 'recompute': no restore fails a request", each.kv_connector
+            )
+
+
 class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector for kvhold."""
 
@@ -96,12 +119,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
-            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-                log.warning(
-                    "kvhold: kv_load_failure_policy is %r: a restore that fails would fail its request; "
-                    'set "kv_load_failure_policy": "recompute" in the kv_transfer_config',
-                    self._kv_transfer_config.kv_load_failure_policy,
-                )
+            _compute_what_fails(self._kv_transfer_config)
         else:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, settings)
 
@@ -130,9 +148,6 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         if self._worker is not None:
             self._worker.restore()
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.report if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         if self.has_connector_metadata():
@@ -175,16 +190,15 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler ----------------------------------------------------------------------------------------------
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Raises ValueError, listing the ranks, when the workers disagree about their KV cache."""
-        if self._scheduler is not None:
-            self._scheduler.bind_reports(report for report in metadata.values() if isinstance(report, WorkerReport))
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same with pipeline stages; reports say themselves whose they are."""
-        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+        """All workers have registered their caches. ``metadata`` is another connector's, beside which this one runs.
+
+        Raises ValueError, listing the ranks, when the workers disagree about their KV cache.
+        """
+        if self._scheduler is not None:
+            self._scheduler.await_workers()
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

@@ -3,11 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 Copies = tuple[int, list[int], "array[int]"]
 """(group, blocks of it, the arena offset of each block's object)."""
@@ -58,22 +54,3 @@ class CopyReport(KVConnectorWorkerMetadata):
         for batch, ranks in other.ended.items():
             merged.setdefault(batch, {}).update(ranks)
         return CopyReport(merged)
-
-
-@dataclass
-class WorkerReport(KVConnectorHandshakeMetadata):
-    """A worker's geometry. ``digest`` must be the same on all ranks, ``stage_digest`` on those of one pipeline stage.
-
-    ``shard_bytes`` are its part of an object, by group; 0 where it has no layer. ``owner`` is the rank whose part its
-    own is a copy of: itself, unless ranks hold the same KV.
-    """
-
-    rank: int
-    world: int
-    stage: int
-    owner: int
-    digest: bytes
-    stage_digest: bytes
-    shard_bytes: tuple[int, ...]
-    private: bool
-    summary: str

@@ -1,10 +1,15 @@
-"""What the ranks of one engine hold of an object: who writes which part of it, and where each reads its own."""
+"""What the ranks of one engine hold of an object: who writes which part of it, and where each reads its own.
+
+Each worker half packs a :class:`WorkerReport` for its scheduler half, and the manager hands it on: the engine's own
+handshake between the two has room for one connector alone.
+"""
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -14,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvhold.client.control import padded
 from kvhold.engines.vllm.identity import keeps_drafts
-from kvhold.engines.vllm.plans import WorkerReport
+from kvhold.protocol import MAX_REPORT
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +27,29 @@ if TYPE_CHECKING:
 
 _HEADS = re.compile(r"(kv|key_value)\w*heads")
 _SPLIT_BY_HEADS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's geometry. ``digest`` must be the same on all ranks, ``stage_digest`` on those of one pipeline stage.
+
+    ``shard_bytes`` are its part of an object, by group; 0 where it has no layer. ``owner`` is the rank whose part its
+    own is a copy of: itself, unless ranks hold the same KV. ``summary`` is for a person.
+    """
+
+    rank: int
+    world: int
+    stage: int
+    owner: int
+    digest: bytes
+    stage_digest: bytes
+    shard_bytes: tuple[int, ...]
+    private: bool
+    summary: str
+
+    def packed(self) -> bytes:
+        """For the way through the manager."""
+        return msgspec.msgpack.encode(replace(self, summary=self.summary[: MAX_REPORT // 8]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +70,9 @@ class Ranks:
     shards: tuple[Shards, ...]
     digests: tuple[bytes, ...]
     private: bool
+
+
+_decoder = msgspec.msgpack.Decoder(WorkerReport)
 
 
 def replicas(config: "VllmConfig", cache: "KVCacheConfig") -> int:
@@ -67,13 +98,20 @@ def replicas(config: "VllmConfig", cache: "KVCacheConfig") -> int:
     return parallel.tensor_parallel_size // heads
 
 
-def agree(reports: Iterable[WorkerReport]) -> Ranks:
-    """The word of all ``reports``, one from each rank. Raises ValueError, listing them, when they disagree."""
-    by_rank = {report.rank: report for report in reports}
+def agree(packed: Iterable[bytes]) -> Ranks:
+    """The word of all ranks' reports. Raises ValueError, listing them, when they disagree."""
+    try:
+        by_rank = {report.rank: report for report in map(_decoder.decode, packed)}
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"kvhold: a worker's report cannot be read: {error}") from None
+    world = next((report.world for report in by_rank.values()), 0)
+    if not world or set(by_rank) != set(range(world)):
+        raise ValueError(f"kvhold: of {world} workers, ranks {sorted(by_rank)} have said what their KV cache is")
     stages: dict[int, bytes] = {}
     common = {(report.digest, report.world, report.private, len(report.shard_bytes)) for report in by_rank.values()}
     agreed = len(common) == 1 and all(
         stages.setdefault(report.stage, report.stage_digest) == report.stage_digest
+        and report.owner in by_rank
         and by_rank[report.owner].shard_bytes == report.shard_bytes
         for report in by_rank.values()
     )

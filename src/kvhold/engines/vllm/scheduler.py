@@ -20,7 +20,7 @@ from kvhold.engines.vllm.groups import kept_groups, reachable
 from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.lookups import Lookups
-from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan, WorkerReport
+from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan
 from kvhold.engines.vllm.publishing import Handed, Publishing
 from kvhold.engines.vllm.questions import ChainQuestion, GroupsQuestion, Part, Question
 from kvhold.engines.vllm.ranks import agree
@@ -144,19 +144,13 @@ class SchedulerHalf:
 
     # --- binding ------------------------------------------------------------------------------------------------
 
-    def bind_reports(self, reports: Iterable[WorkerReport]) -> None:
-        """Take the workers' word on geometry and identity. Raises ValueError, listing them, when they disagree."""
-        listed = list(reports)
-        if len({report.rank for report in listed}) < self._world:
-            log.warning("kvhold: %d of %d workers reported; nothing is cached", len(listed), self._world)
-            return
-        self._spaces.ranks = agree(listed)
-        if self._spaces.ranks.private:
-            self._spaces.salt = os.urandom(16)
+    def await_workers(self) -> None:
+        """Wait a while for the workers' word on their KV. Raises ValueError, listing them, when they disagree."""
         end = time.monotonic() + _READY_SECONDS
         while self._keeper.channel is not None and time.monotonic() < end:
             self.control.new_step()
             if self.control.attachment:
+                agree(self.control.reports)
                 break
             self.control.pump(0.01)
 

@@ -1,5 +1,6 @@
 """The namespaces that one engine speaks of: one space per cache group, and again for each LoRA adapter."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from kvhold.engines.vllm.adapters import Adapters
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import Group
 from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
-from kvhold.engines.vllm.ranks import Ranks
+from kvhold.engines.vllm.ranks import Ranks, agree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,6 +26,7 @@ _MOST_ADAPTERS = 8
 class Spaces:
     """Spaces by group, opened in each session when they are first asked for. ``credits`` says whether slots are wanted.
 
+    ``ranks`` is the latest word on which all workers agreed; where they do not, no space is opened in that session.
     ``salt`` sets this engine apart from all others, if it is not empty. ``events`` are told what is spoken of.
     """
 
@@ -55,20 +57,31 @@ class Spaces:
     @property
     def opened(self) -> bool:
         """Whether spaces are open in the session as it is."""
-        return self._attachment > 0 and self._attachment == self._control.attachment
+        return bool(self._plain) and 0 < self._attachment == self._control.attachment
 
     @property
     def plain(self) -> tuple[int, ...] | None:
         """Those without an adapter; None without a session."""
-        if not self._control.attachment or self.ranks is None:
+        if not self._control.attachment:
             return None
-        if not self.opened:
+        if self._attachment != self._control.attachment:
             self._attachment = self._control.attachment
             self._adapted.clear()
-            self._plain = self._open(self.ranks)
-            if self._events is not None:
-                self._events.begun(self._plain)
-        return self._plain
+            self._plain = self._begin()
+        return self._plain or None
+
+    def _begin(self) -> tuple[int, ...]:
+        try:
+            self.ranks = agree(self._control.reports)
+        except ValueError as error:
+            log.error("%s; nothing is cached", error)
+            return ()
+        if self.ranks.private and not self.salt:
+            self.salt = os.urandom(16)
+        opened = self._open(self.ranks)
+        if self._events is not None:
+            self._events.begun(opened)
+        return opened
 
     def of(self, adapter: "LoRARequest | None") -> tuple[int, ...] | None:
         """Those of what is computed with ``adapter``; None without a session, or while its weights are unknown."""

@@ -6,6 +6,7 @@ request: those of full blocks beyond the engine's own hit, the last prompt token
 
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ class KvHoldPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(config, metric_types, labelnames, per_engine_labelvalues)
+        for former in list(
+            REGISTRY._collector_to_names
+        ):  # of an earlier engine of this process, as vLLM does with its own
+            if getattr(former, "_name", "").startswith("kvhold:"):
+                REGISTRY.unregister(former)
         self._engines = per_engine_labelvalues
         self._families = {
             name: self._counter_cls(

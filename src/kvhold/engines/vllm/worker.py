@@ -21,8 +21,8 @@ from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.groups import Group, kept_groups
 from kvhold.engines.vllm.layout import read_layout
-from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan, WorkerReport
-from kvhold.engines.vllm.ranks import replicas
+from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan
+from kvhold.engines.vllm.ranks import WorkerReport, replicas
 from kvhold.engines.vllm.stats import KvHoldStats
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class WorkerHalf:
     # --- for the keeper, on its thread --------------------------------------------------------------------------
 
     def hello(self) -> wire.Hello:
-        return wire.Hello("worker", instance_of(self._config), self._rank, self._world, engine_label(self._config))
+        assert self._report is not None, "the keeper starts after it"
+        label, report = engine_label(self._config), self._report.packed()
+        return wire.Hello("worker", instance_of(self._config), self._rank, self._world, label, report=report)
 
     def attached(self, channel: Channel) -> None:
         for token in self._retired:  # the word may have been lost with the session that carried it
@@ -201,11 +203,6 @@ class WorkerHalf:
             raise ValueError(f"blocks have {sizes} bytes by group after the engine's sleep, and had {self._sizes}")
         self._copier.bind(layouts)
         self._registered = True
-
-    @property
-    def report(self) -> WorkerReport | None:
-        """What the scheduler half must know; None before the caches were registered."""
-        return self._report
 
     def shutdown(self) -> None:
         """End copies, say goodbye, unmap."""
