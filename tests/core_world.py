@@ -316,6 +316,8 @@ def audit(core: Core) -> None:
         assert index.users or len(index) or index.slots, "an idle index is kept"
         mine = [(row, key) for key, row in known(index).items()]
         assert len(mine) == len(index)
+        assert 0 <= index.read <= index.found <= index.asked
+        assert index.used_at is None or 0 <= index.used_at <= core.common.now
         assert index.slots == sum(cat.owner[row] == index.id for row in sized)
         for row, key in mine:
             assert index.get(key) == row
@@ -324,6 +326,9 @@ def audit(core: Core) -> None:
             found[row] = key
     assert found.keys() == objects
     assert len(objects) == cat.objects
+    assert sum(index.asked for index in cat.indexes.values()) <= core.counters["keys_asked"]
+    assert sum(index.found for index in cat.indexes.values()) <= core.counters["keys_resident"]
+    assert sum(index.read for index in cat.indexes.values()) <= core.counters["keys_read"]
     assert all(not cat.key[row] for row in rows if row not in objects), "a key outlives its object"
     assert cat.cold == sum(cat.state[row] == State.COLD for row in rows)
     assert cat.in_logs == sum(cat.place[row] != 0 for row in objects)

@@ -106,3 +106,16 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is not a time; write it like '90s', '30m', '12h' or '7d'")
     return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def format_duration(seconds: float) -> str:
+    """``seconds`` in the two largest units that say them: ``45 s``, ``3 min 20 s``, ``2 d 4 h``."""
+    left = max(0, int(seconds))
+    if left < 10 and seconds != left:
+        return f"{max(0.0, seconds):.1f} s"
+    parts: list[tuple[int, str]] = []
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append((count, unit))
+    return " ".join(f"{count} {unit}" for count, unit in parts[:2] if count) or "0 s"

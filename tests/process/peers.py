@@ -137,10 +137,11 @@ class Peer:
         world: int = 1,
         shard: int = SHARD,
         watch: bool = False,
+        label: str = "",
     ) -> int:
         """Open a space and wait for its ``slots``; how many credits the manager keeps granted."""
         self.shards[space] = (shard,) * world
-        self.send(wire.Open(space, bytes.fromhex(namespace), 0, KEY_BYTES, self.shards[space], slots, watch))
+        self.send(wire.Open(space, bytes.fromhex(namespace), 0, KEY_BYTES, self.shards[space], slots, watch, label))
         opened = self.expect(wire.Opened)
         assert not opened.note, opened.note
         self.slots(min(slots, opened.credit))
@@ -198,13 +199,14 @@ class Engine:
         namespace: bytes = NAMESPACE,
         shard: int = SHARD,
         watch: bool = False,
+        label: str = "",
     ) -> None:
         self.scheduler, self.worker = Peer(path), Peer(path)
         self.scheduler_token = self.scheduler.join("scheduler", instance)
         self.worker_token = self.worker.join("worker", instance)
         self.worker.map()
         self.scheduler.ready()
-        self.credit = self.scheduler.open(slots, namespace.hex(), shard=shard, watch=watch)
+        self.credit = self.scheduler.open(slots, namespace.hex(), shard=shard, watch=watch, label=label)
 
     def store(self, keys: list[int]) -> None:
         """Publish ``keys``, as many at a time as there may be credits."""

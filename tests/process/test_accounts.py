@@ -20,6 +20,7 @@ def metrics(manager: Manager) -> dict[str, float]:
             f"state:{sample.labels['state']}" if sample.labels else sample.name: sample.value
             for family in families
             for sample in family.samples
+            if not sample.labels or "state" in sample.labels
         }
     states = [value for name, value in found.items() if name.startswith("state:")]
     assert min(states) >= 0

@@ -16,6 +16,7 @@ from puppet import environment
 from ssd_load import SMALL, Client, Known
 
 from kvhold import protocol as wire
+from kvhold.units import format_size
 
 MIB = 1 << 20
 NAME = "ab" * 32
@@ -90,21 +91,22 @@ def sockets(folder: Path) -> Path:
 
 def test_the_only_one_that_lives_is_asked(sockets: Path) -> None:
     home = sockets.parent
-    assert "no manager is running" in kvhold("purge", home=home, code=1)
+    assert "no manager is running" in kvhold("purge", "--all", home=home, code=1)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(sockets / "e-dead.sock"))
     (sockets / "kvhold.sock").write_text("no socket")
-    assert "no manager is running" in kvhold("purge", home=home, code=1)
+    assert "no manager is running" in kvhold("purge", "--all", home=home, code=1)
     living = sockets / "e-living.sock"
     with embedded(living):
-        assert kvhold("purge", home=home) == f"purged: the manager on {living}"
+        said = kvhold("purge", "--all", home=home)
+        assert said == f"purged: the manager on {living} has forgotten 0 objects, 0B"
 
 
 def test_one_that_does_not_answer_is_named_and_no_other_is_asked(sockets: Path) -> None:
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(str(sockets / "kvhold.sock"))
         hung.listen(5)
-        assert str(sockets / "kvhold.sock") in kvhold("purge", home=sockets.parent, code=1, patience=0.3)
+        assert str(sockets / "kvhold.sock") in kvhold("purge", "--all", home=sockets.parent, code=1, patience=0.3)
 
 
 def test_with_several_one_must_be_named(sockets: Path) -> None:
@@ -112,12 +114,13 @@ def test_with_several_one_must_be_named(sockets: Path) -> None:
     manager = Manager(sockets, dram="8MiB")
     try:
         with embedded(other):
-            for command in (["purge"], ["limit", "write_rate=1"], ["status"], ["flush"], ["explain"]):
+            for command in (["purge", "--all"], ["limit", "write_rate=1"], ["status"], ["flush"], ["explain"]):
                 said = kvhold(*command, home=sockets.parent, code=1)
                 assert "several managers" in said
                 assert f"--socket {other}" in said
                 assert f"--socket {manager.socket}" in said
-            assert kvhold("purge", "--socket", str(other)) == f"purged: the manager on {other}"
+            said = kvhold("purge", "--all", "--socket", str(other))
+            assert said == f"purged: the manager on {other} has forgotten 0 objects, 0B"
     finally:
         manager.kill()
 
@@ -128,6 +131,9 @@ def test_with_several_one_must_be_named(sockets: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
+        (["purge"], "say what to forget: --namespace HEX for one model, --older-than 7d for what is old, --all for e"),
+        (["purge", "--all", "--older-than", "7d"], "--all: is everything; leave it out, or the others"),
+        (["purge", "--all", "--namespace", NAME], "--all: is everything; leave it out, or the others"),
         (["purge", "--namespace", ""], "--namespace: '' is no namespace; give all 64 hexadecimal digits"),
         (["purge", "--namespace", "ab"], "'ab' is no namespace"),
         (["purge", "--older-than", ""], "--older-than: '' is not a time"),
@@ -260,7 +266,7 @@ def test_a_namespace_that_nobody_has_used_is_said_to_be_unknown(manager: Manager
     engine = Engine(manager.socket, "one", namespace=bytes.fromhex(NAME))
     engine.store([1])
     assert notes("limit", *asked, "--max", "2MiB") == ""
-    assert kvhold("purge", *asked) == f"purged: the manager on {manager.socket}"
+    assert kvhold("purge", *asked) == f"purged: the manager on {manager.socket} has forgotten 1 object, 4KiB"
     assert kvhold("keys", "--socket", str(manager.socket), NAME, "0") == ""
 
 
@@ -274,8 +280,12 @@ def test_status_tells_of_directories_and_namespaces(serve: Callable[..., Manager
     said = kvhold("status", "--socket", str(manager.socket))
     report = status(manager.socket)
     (space,) = report["spaces"]
+    size, held = format_size(space["object_bytes"]), format_size(space["dram_bytes"])
     assert f"objects {report['objects']}, 0 of them only on SSD; 0 evicted" in said
-    assert f"namespace {space['namespace']} group {space['group']}: 20 objects of " in said
+    assert (
+        f"space served by no engine since this manager started, group 0: 20 objects of {size}, {held} of DRAM" in said
+    )
+    assert f"namespace {space['namespace']} no key was asked for yet; used " in said
     assert len(space["namespace"]) == 64
     assert f"ssd {folder}/ssd: " in said
     assert "of 64MiB, 0 records found at the start, 0 writes queued" in said
@@ -374,3 +384,46 @@ def test_it_runs_on_all_cores_whatever_its_engine_is_bound_to(folder: Path) -> N
             assert os.sched_getaffinity(int(task)) >= all_of_them
         engine = Engine(folder / "e-1.sock", "one")
         engine.bye()
+
+
+# --- which model it is, and how it does -------------------------------------------------------------------------------
+
+
+def test_status_says_which_model_a_namespace_is_how_often_it_hits_and_since_when(manager: Manager) -> None:
+    label = "org/Model-7B \x1b[2J" + "x" * 200
+    engine = Engine(manager.socket, "one", label=label)
+    shown = ("org/Model-7B ?[2J" + "x" * 200)[:125] + "..."
+    engine.store([1, 2, 3])
+    engine.scheduler.ask([1, 2, 3, 4])
+    (space,) = status(manager.socket)["spaces"]
+    assert (space["model"], space["keys_asked"], space["keys_found"], space["keys_read"]) == (shown, 4, 3, 0)
+    assert 0 <= space["idle_seconds"] <= space["oldest_seconds"] < 60
+    said = kvhold("status", "--socket", str(manager.socket))
+    assert f"space {shown}, group 0: 3 objects of 4KiB" in said
+    assert f"namespace {NAMESPACE.hex()} 3 of 4 keys were here (75%), 0 of them on SSD (0%); used " in said
+    assert " ago, the oldest in DRAM " in said
+
+
+def test_status_says_that_an_ssd_is_out_of_use_since_when_and_why(serve: Callable[..., Manager], folder: Path) -> None:
+    """And that it is in use again."""
+    manager = serve("--ssd", f"{folder}/ssd:64MiB", "--ssd-min-free", "1MiB")
+    client = Client(manager.socket, SMALL, Known())
+    until(lambda: status(manager.socket)["logs"][0]["ready"], "the index is there")
+    (folder / "ssd").rename(folder / "away")
+    keys = iter(range(1, 100_000))
+
+    def out() -> dict[str, dict[str, float]]:
+        client.store([next(keys)])
+        found: dict[str, dict[str, float]] = status(manager.socket)["logs"][0]["out_of_use"]
+        return found
+
+    until(out, "it is out of use")
+    assert out()["write"]["why"] == "errors"
+    assert out()["write"]["seconds"] >= 0
+    said = kvhold("status", "--socket", str(manager.socket))
+    assert "it is not written since " in said
+    assert "because that failed (" in said
+    assert "No such file or directory" in said
+    (folder / "away").rename(folder / "ssd")
+    until(lambda: not out(), "it is in use again")
+    assert "it is not written" not in kvhold("status", "--socket", str(manager.socket))

@@ -97,8 +97,9 @@ def test_status_of_a_stopped_manager_ends(manager: Manager) -> None:
 def test_purge_says_what_it_did(manager: Manager) -> None:
     engine = Engine(manager.socket, "one")
     engine.store([1, 2])
-    done = run("-m", "kvhold.cli", "purge", "--socket", str(manager.socket))
-    assert (done.returncode, done.stdout) == (0, f"purged: the manager on {manager.socket}\n")
+    done = run("-m", "kvhold.cli", "purge", "--all", "--socket", str(manager.socket))
+    said = f"purged: the manager on {manager.socket} has forgotten 2 objects, 8KiB\n"
+    assert (done.returncode, done.stdout) == (0, said)
     until(lambda: status(manager.socket)["objects"] == 0, "purged objects gone")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvhold.core import Core
 from kvhold.tiers.ssd import check, reading, recover
+from kvhold.tiers.ssd.counters import REJECTED
 from kvhold.tiers.ssd.format import Flaw
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
@@ -35,7 +36,7 @@ def test_the_states_of_the_arena() -> None:
 def test_why_a_record_is_rejected() -> None:
     words = said(check) | {word for word in said(reading) if word == "truncated"}
     assert {"checksum", "length", "identity", "truncated"} <= words
-    assert table("kvhold.tiers.ssd") == words | {f"header_{flaw.value}" for flaw in Flaw}
+    assert table("kvhold.tiers.ssd") == words | {f"header_{flaw.value}" for flaw in Flaw} == set(REJECTED)
 
 
 def test_what_inspect_met() -> None:

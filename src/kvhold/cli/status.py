@@ -1,13 +1,14 @@
 """``kvhold status``, ``flush`` and ``purge``."""
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
 from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask, ask_on, connect, fail, find, groups_of, parse_namespace
-from kvhold.units import format_size, parse_duration
+from kvhold.units import format_duration, format_size, parse_duration
 
 _DISK_SECONDS = 60.0
 """What disks have to do may take so long."""
@@ -24,28 +25,65 @@ def status(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
+    for line in _lines(report):
+        typer.echo(line)
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report for a person."""
     arena, accounts, counters = report["arena"], report["accounts"], report["counters"]
     kind = "an engine's own manager" if report["embedded"] else "manager"
-    typer.echo(f"{kind} {report['version']} on {report['socket']}, up {report['uptime_seconds']:.0f} s")
-    typer.echo(f"arena    {format_size(arena['bytes'])}, {format_size(arena['populated'])} populated")
-    typer.echo("bytes    " + ", ".join(f"{name} {format_size(size)}" for name, size in accounts.items() if size))
+    yield f"{kind} {report['version']} on {report['socket']}, up {format_duration(report['uptime_seconds'])}"
+    yield f"arena    {format_size(arena['bytes'])}, {format_size(arena['populated'])} populated"
+    yield "bytes    " + ", ".join(f"{name} {format_size(size)}" for name, size in accounts.items() if size)
     only = f", {report['objects_in_logs_only']} of them only on SSD" if report["logs"] else ""
-    typer.echo(f"objects  {report['objects']}{only}; {report['evicted']} evicted so far")
-    asked, found = counters.get("keys_asked", 0), counters.get("keys_resident", 0)
-    typer.echo(f"queries  {counters.get('queries', 0)}, {found} of {asked} keys were here")
+    yield f"objects  {report['objects']}{only}; {report['evicted']} evicted so far"
+    asked, found, read = (counters.get(name, 0) for name in ("keys_asked", "keys_resident", "keys_read"))
+    yield f"queries  {counters.get('queries', 0)}; {_hits(asked, found, read)}"
     for log in report["logs"]:
-        typer.echo(f"ssd      {_ssd(log)}")
+        yield f"ssd      {_ssd(log)}"
+        for direction, out in log["out_of_use"].items():
+            yield f"         {_OUT_OF_USE[direction, out['why']].format(format_duration(out['seconds']))}{_why(log)}"
     for closed in report["closed_logs"]:
-        typer.echo(f"ssd      {closed['path']} is not open: {closed['reason']}")
+        yield f"ssd      {closed['path']} is not open since {format_duration(closed['seconds'])}: {closed['reason']}"
     for space in report["spaces"]:
-        typer.echo(
-            f"space    namespace {space['namespace']} group {space['group']}: {space['objects']} objects of "
-            f"{format_size(space['object_bytes'])}"
-        )
+        name = space["model"] or "served by no engine since this manager started"
+        held = f"{space['objects']} objects of {format_size(space['object_bytes'])}"
+        yield f"space    {name}, group {space['group']}: {held}, {format_size(space['dram_bytes'])} of DRAM"
+        yield f"         namespace {space['namespace']}"
+        yield f"         {_hits(space['keys_asked'], space['keys_found'], space['keys_read'])}{_ages(space)}"
     for session in report["sessions"]:
         state = "" if session["open"] else ", lost: its bytes wait for the end of the process"
         who = f"{session['role']} rank {session['rank']}, pid {session['pid']}, {session['engine']}"
-        typer.echo(f"session  {session['session']}: {who}{state}")
+        yield f"session  {session['session']}: {who}{state}"
+
+
+_OUT_OF_USE = {
+    ("read", "errors"): "it is not read since {}, because that failed",
+    ("read", "hangs"): "it is not read, because a read has been under way for {}",
+    ("write", "errors"): "it is not written since {}, because that failed",
+    ("write", "hangs"): "it is not written, because a write has been under way for {}",
+}
+
+
+def _why(log: dict[str, Any]) -> str:
+    return f" ({log['last_error']})" if log["last_error"] else ""
+
+
+def _hits(asked: int, found: int, read: int) -> str:
+    """How much of what was asked for was there, and where."""
+    if not asked:
+        return "no key was asked for yet"
+    return f"{found} of {asked} keys were here ({found / asked:.0%}), {read} of them on SSD ({read / asked:.0%})"
+
+
+def _ages(space: dict[str, Any]) -> str:
+    """When a space was used last, and what of it was used longest ago."""
+    idle, oldest = space["idle_seconds"], space["oldest_seconds"]
+    if idle is None:
+        return "; not used since this manager started"
+    used = f"; used {format_duration(idle)} ago"
+    return used if oldest is None else f"{used}, the oldest in DRAM {format_duration(oldest)} ago"
 
 
 def _ssd(log: dict[str, Any]) -> str:
@@ -56,6 +94,8 @@ def _ssd(log: dict[str, Any]) -> str:
         f"{recovery.get('records', 0)} records found at the start",
         f"{log['queued_writes']} writes queued",
     ]
+    if log["oldest_seconds"] is not None:
+        parts.append(f"the oldest stored {format_duration(log['oldest_seconds'])} ago")
     if errors:
         parts.append("errors: " + " ".join(f"{kind} {count}" for kind, count in sorted(errors.items())))
     if not log["ready"]:
@@ -85,11 +125,19 @@ def purge(
         str | None,
         typer.Option(help="Only what is older, e.g. 7d: on SSD by when its segment was begun, else by its last use."),
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything that it has.")] = False,
 ) -> None:
     """Forget what a manager has stored, also after a restart; what is being restored is kept until that ends.
 
-    The bytes stay on an SSD until their segment is used again.
+    Say what: --namespace, --older-than, both, or --all. The bytes stay on an SSD until their segment is used again.
     """
+    named = namespace is not None or older_than is not None
+    if not named and not everything:
+        raise typer.BadParameter(
+            "say what to forget: --namespace HEX for one model, --older-than 7d for what is old, --all for everything"
+        )
+    if named and everything:
+        raise typer.BadParameter("is everything; leave it out, or the others", param_hint="--all")
     name = b"" if namespace is None else parse_namespace(namespace)
     try:
         older = 0.0 if older_than is None else parse_duration(older_than)
@@ -97,7 +145,9 @@ def purge(
         raise typer.BadParameter(str(error), param_hint="--older-than") from None
     channel = connect(socket)
     unknown = bool(name) and groups_of(channel, name) == ([], False)
-    ask_on(channel, wire.Purge(name, older), _DISK_SECONDS)
-    typer.echo(f"purged: the manager on {channel.path}")
+    answer = ask_on(channel, wire.Purge(name, older), _DISK_SECONDS)
+    assert isinstance(answer, wire.Purged)
+    forgotten = f"{answer.objects} object{'' if answer.objects == 1 else 's'}, {format_size(answer.bytes)}"
+    typer.echo(f"purged: the manager on {channel.path} has forgotten {forgotten}")
     if unknown:  # its SSD may have what there was no room to know of
         typer.echo(f"it knew no namespace {namespace}; `kvhold status` lists those that it has", err=True)

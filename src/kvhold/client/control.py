@@ -30,6 +30,7 @@ class Geometry:
     group: int
     key_bytes: int
     shards: tuple[int, ...]
+    label: str = ""
 
 
 def padded(shard: int) -> int:
@@ -210,7 +211,16 @@ class Control:
         self._key_bytes[space] = geometry.key_bytes
         watch = self.watcher is not None
         self._send(
-            wire.Open(space, geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards, slots, watch)
+            wire.Open(
+                space,
+                geometry.namespace,
+                geometry.group,
+                geometry.key_bytes,
+                geometry.shards,
+                slots,
+                watch,
+                geometry.label,
+            )
         )
 
     def close(self, space: int) -> None:

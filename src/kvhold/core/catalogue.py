@@ -27,13 +27,14 @@ _DRAIN_SHARE = 8
 class Namespace:
     """``used`` are the slot bytes of everything under this name, granted credits included.
 
-    ``wanting`` counts the open spaces that want credits.
+    ``label`` is what people call it, as who opened it last said. ``wanting`` counts the open spaces that want credits.
     """
 
-    __slots__ = ("indexes", "name", "quota", "used", "wanting")
+    __slots__ = ("indexes", "label", "name", "quota", "used", "wanting")
 
     def __init__(self, name: bytes, quota: Quota) -> None:
         self.name = name
+        self.label = ""
         self.quota = quota
         self.used = 0
         self.wanting = 0
@@ -43,20 +44,25 @@ class Namespace:
 class Index:
     """The keys of one (namespace, group): objects of one geometry. ``slots`` counts its rows that have one.
 
-    ``watchers`` are the (session, space) that are told what leaves it, in the order in which they came.
+    ``watchers`` are the (session, space) that are told what leaves it, in the order in which they came. Of the keys
+    ``asked`` for, ``found`` were here, ``read`` of them in a log alone. ``used_at`` is when any was stored or used.
     """
 
     __slots__ = (
+        "asked",
+        "found",
         "group",
         "id",
         "key_bytes",
         "maps",
         "namespace",
         "objects",
+        "read",
         "recency",
         "shards",
         "size",
         "slots",
+        "used_at",
         "users",
         "watchers",
     )
@@ -73,6 +79,8 @@ class Index:
         self.users = 0
         self.objects = 0
         self.slots = 0
+        self.asked = self.found = self.read = 0
+        self.used_at: int | None = None
         self.watchers: dict[tuple[int, int], None] = {}
         self.maps: list[dict[bytes, int]] = [{}] * _SPREAD  # by a key's last byte
         self.recency: RecencyList[Namespace]
@@ -250,6 +258,7 @@ class Catalogue(Rows):
         self.freed += 1
         self._list(row, index, key)
         self.recency.insert(row, index.recency, self._near(parent))
+        index.used_at = self.recency.now
 
     def recover(self, index: Index, key: bytes, place: int) -> int:
         """An object that was found in a log: older than all that were found before, which are younger there."""
@@ -276,6 +285,7 @@ class Catalogue(Rows):
         self.cold -= 1
         self.offset[row], self.epoch[row], self.state[row] = offset, epoch, State.RESIDENT
         self.recency.insert(row, index.recency, self._near(parent))
+        index.used_at = self.recency.now
 
     def _list(self, row: int, index: Index, key: bytes) -> None:
         self.owner[row] = index.id
@@ -384,6 +394,13 @@ class Catalogue(Rows):
         there = [row for row in rows if resident <= state[row] <= leased and owner[row] == id]
         if there:
             self.recency.touch(there, index.recency)
+            index.used_at = self.recency.now
+
+    def used_before(self, indexes: Sequence[Index]) -> list[int | None]:
+        """For each, by when its object in DRAM that was used longest ago had been used; None where there is none."""
+        firsts = [self.recency.first(index.recency) for index in indexes]
+        times = self.recency.times_of([0 if row is None else self.stamp[row] for row in firsts])
+        return [None if row is None else time for row, time in zip(firsts, times, strict=True)]
 
     # --- logs ---------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Credits:
         if index is None:
             return [ev.Refuse(event.session, "the same namespace is known with another geometry")]
         self._catalogue.use(index)
+        index.namespace.label = event.label
         note = ""
         if size > self._common.capacity:
             note = f"one object has {size} bytes, more than the whole arena of {self._common.capacity}"

@@ -10,6 +10,8 @@ from kvhold.core.segments import Log, Segment
 
 ERRORS = 3
 """Failures one after the other that take a log out of service for a while."""
+WRITE_PATIENCE = 30_000_000_000
+"""Nanoseconds that a write may take before it is said to hang. Nothing is done about it."""
 
 
 @dataclass(slots=True)
@@ -56,10 +58,38 @@ class Device:
     fresh: bool = False  # the segment that is being begun may never have been had
     read_errors: int = 0
     write_errors: int = 0
+    read_errors_since: int = 0
+    write_errors_since: int = 0
     reads_again: int = 0  # not read before then
     reads: Timer[Io] = field(default_factory=Timer)
     lost: set[tuple[bytes, int, bytes]] = field(default_factory=set)  # names, as long as records are recovered
     purged: list[tuple[bytes, int]] = field(default_factory=list)  # (namespace, up to seq) while records are recovered
+
+    def read_ended(self, good: bool, now: int) -> None:
+        self.read_errors_since = self.read_errors_since if self.read_errors else now
+        self.read_errors = 0 if good else self.read_errors + 1
+
+    def write_ended(self, good: bool, now: int) -> None:
+        self.write_errors_since = self.write_errors_since if self.write_errors else now
+        self.write_errors = 0 if good else self.write_errors + 1
+
+    def hangs_since(self, now: int, patience: int) -> int | None:
+        """When the oldest read was begun, if that is longer ago than a read may take."""
+        oldest = self.reads.oldest
+        return oldest if oldest is not None and now - oldest > patience else None
+
+    def out_of_use(self, now: int, patience: int) -> dict[str, tuple[str, int]]:
+        """Why, and since when, the log is not read, or not written: until that succeeds, though it is tried."""
+        out: dict[str, tuple[str, int]] = {}
+        if (since := self.hangs_since(now, patience)) is not None:
+            out["read"] = "hangs", since
+        elif self.read_errors >= ERRORS:
+            out["read"] = "errors", self.read_errors_since
+        if self.write_errors >= ERRORS or now < self.paused_until:
+            out["write"] = "errors", self.write_errors_since
+        elif self.writing and now - self.wrote_at > WRITE_PATIENCE:
+            out["write"] = "hangs", self.wrote_at
+        return out
 
 
 class Devices:

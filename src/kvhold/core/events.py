@@ -103,6 +103,7 @@ class Open:
     ``shards`` are the bytes of each part of an object, in the order of the ranks that write them: at most one of each
     rank. ``slots`` is how many credits it can use.
     Who will ``watch`` is told, until it closes the space, of what can be found there and what cannot any more.
+    ``label`` is what people call the namespace.
     """
 
     session: int
@@ -113,6 +114,7 @@ class Open:
     shards: tuple[int, ...]
     slots: int
     watch: bool = False
+    label: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -480,10 +482,15 @@ class Listed:
 
 @dataclass(slots=True, frozen=True)
 class Purged:
-    """A purge has ended: nothing of it can be found any more, nor, if ``durable``, by a manager after this one."""
+    """A purge has ended: nothing of it can be found any more, nor, if ``durable``, by a manager after this one.
+
+    So many ``objects`` that could be found before, of so many ``bytes`` together, wherever they were.
+    """
 
     session: int
     durable: bool
+    objects: int = 0
+    bytes: int = 0
 
 
 @dataclass(slots=True, frozen=True)

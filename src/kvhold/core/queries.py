@@ -62,7 +62,8 @@ class Queries:
         known = len(part.rows)
         operation.keys, operation.reason = keys, reason
         operation.lacked = former.lacked if former is not None else None
-        self._count_keys(operation, known + len(keys) // width)
+        part.asked = known + len(keys) // width
+        self._count_keys(operation, part.asked)
         if replaced is not None:
             yield replaced
         self._note(operation, Kind.ASKED, operation.asked)
@@ -121,7 +122,7 @@ class Queries:
         demand = sum(len(keys) // index.key_bytes * index.size for index, keys in work)
         reason = self._too_large(operation, demand)
         for index, keys in work:
-            part = Part(index)
+            part = Part(index, asked=len(keys) // index.key_bytes)
             operation.parts.append(part)
             for start in range(0, len(keys), ev.MAX_BATCH * index.key_bytes):
                 if reason or operation.phase is Phase.OVER or operation.attachment.broken:
@@ -225,6 +226,9 @@ class Queries:
         asked = sum(len(keys) // attachment.spaces[number].index.key_bytes for number, keys in parts)
         named = attachment.asked + asked - (former.asked if former is not None and not extends else 0)
         if crowded or len(attachment.operations) - replaced >= limits.operations or named > limits.keys:
+            for number, keys in parts:
+                index = attachment.spaces[number].index
+                index.asked += len(keys) // index.key_bytes
             common.counters["keys_asked"] += asked
             common.counters["keys_budget"] += asked
             answer = ev.Answer(event.session, event.op, event.revision, 0, b"", Reason.BUDGET)
@@ -438,9 +442,14 @@ class Queries:
         operation.reason = reason
         counters["keys_asked"] += operation.asked
         counters["keys_resident"] += resident
-        if operation.read:
-            read = set(operation.read)
-            counters["keys_read"] += sum(row in read for one in operation.parts for row in one.rows) if resident else 0
+        read = set(operation.read)
+        for one in operation.parts:
+            one.index.asked += one.asked
+            if resident:
+                one.index.found += len(one.rows)
+                from_logs = sum(row in read for row in one.rows) if read else 0
+                one.index.read += from_logs
+                counters["keys_read"] += from_logs
         if reason:
             counters[f"keys_{reason}"] += operation.asked - resident
             self._note(operation, Kind.MISSED, _REASONS.index(reason))

@@ -39,9 +39,8 @@ class Reads:
 
     def in_service(self, row: int) -> bool:
         device = self._devices.devices[unpack(self._common.catalogue.place[row])[0]]
-        now, oldest = self._common.now, device.reads.oldest
-        hung = oldest is not None and now - oldest > self._common.limits.answer_ns
-        return not hung and now >= device.reads_again
+        now, patience = self._common.now, self._common.limits.answer_ns
+        return device.hangs_since(now, patience) is None and now >= device.reads_again
 
     def read(self, row: int) -> None:
         """Read a row that is LOADING, when its turn comes."""
@@ -146,7 +145,7 @@ class Reads:
                 arrived.append((row, False))
                 catalogue.spoiled(row)
         if not io.cancelled:
-            device.read_errors = device.read_errors + 1 if len(failed) == len(io.rows) else 0
+            device.read_ended(len(failed) < len(io.rows), self._common.now)
             if device.read_errors >= ERRORS:
                 device.reads_again = self._common.now + self._common.limits.retry_ns
         return self._arrived(arrived), lost

@@ -5,7 +5,7 @@ namespace's share can be kept apart; stamps compare across lists. Leased rows st
 eviction is passed over and counts as used just now, so that leasing and releasing cost no list work at all.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
@@ -43,6 +43,7 @@ class Recency(Generic[T]):
 
     def __init__(self, rows: Rows) -> None:
         self.passed = 0
+        self.now = 0
         self._rows = rows
         self._clock = 0
         self._number = 0
@@ -101,6 +102,7 @@ class Recency(Generic[T]):
 
     def note_time(self, now: int) -> None:
         """Remember, now and then, which uses came before ``now``."""
+        self.now = now
         if not self._times or now - self._times[-1][0] >= _TIME_STEP:
             self._times.append((now, self._clock))
 
@@ -108,6 +110,11 @@ class Recency(Generic[T]):
         """Rows with a smaller or equal stamp were not used after ``then``; 0 if that is not known."""
         found = bisect_right(self._times, then, key=lambda noted: noted[0])
         return self._times[found - 1][1] if found else 0
+
+    def times_of(self, stamps: Sequence[int]) -> list[int]:
+        """By when rows with these stamps had been used, to the minute."""
+        found = [bisect_left(self._times, stamp, key=lambda noted: noted[1]) for stamp in stamps]
+        return [self._times[at][0] if at < len(self._times) else self.now for at in found]
 
     def append(self, row: int, lst: RecencyList[T]) -> None:
         """Put a row that is in no list where the one used longest ago is."""

@@ -25,11 +25,12 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class Part:
-    """``rows`` found of one index; those from ``skip`` on are leased."""
+    """``rows`` found of one index, of ``asked`` keys; those from ``skip`` on are leased."""
 
     index: Index
     skip: int = 0
     rows: list[int] = field(default_factory=list)
+    asked: int = 0
 
     @property
     def leased(self) -> list[int]:

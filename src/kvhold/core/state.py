@@ -29,9 +29,11 @@ from kvhold.core.turns import Work
 
 @dataclass(slots=True, eq=False)
 class _Purging:
-    """A purge that somebody waits for, and the I/Os that it waits for."""
+    """A purge that somebody waits for, the I/Os that it waits for, and what it has forgotten."""
 
     session: int
+    objects: int = 0
+    bytes: int = 0
     forgets: set[int] = field(default_factory=set)
     failed: bool = False
     scanned: bool = False
@@ -249,7 +251,8 @@ class Core:
         unused = catalogue.recency.clock_at(then) if event.older else None
         positions = storage.positions(then)
         effects = storage.purge(event.namespace, positions)
-        purging = _Purging(event.session, {effect.io for effect in effects if isinstance(effect, ev.Forget)})
+        forgets = {effect.io for effect in effects if isinstance(effect, ev.Forget)}
+        purging = _Purging(event.session, forgets=forgets)
         self._purges.append(purging)
         for rows in self._all_rows():
             names: list[tuple[bytes, int, bytes]] = []
@@ -271,10 +274,12 @@ class Core:
                     storage.reads.removing(row)
                     catalogue.remove(row)
                     self.counters["purged"] += 1
+                    purging.objects += 1
+                    purging.bytes += index.size
             if names:
-                forgets = storage.forget(names)
-                purging.forgets.update(effect.io for effect in forgets if isinstance(effect, ev.Forget))
-                effects += forgets
+                more = storage.forget(names)
+                purging.forgets.update(effect.io for effect in more if isinstance(effect, ev.Forget))
+                effects += more
             yield effects
             effects = []
         purging.scanned = True
@@ -298,7 +303,11 @@ class Core:
     def _end_purges(self) -> list[Effect]:
         over = [purging for purging in self._purges if purging.scanned and not purging.forgets]
         self._purges = [purging for purging in self._purges if purging not in over]
-        return [ev.Purged(purging.session, not purging.failed) for purging in over if purging.session]
+        return [
+            ev.Purged(purging.session, not purging.failed, purging.objects, purging.bytes)
+            for purging in over
+            if purging.session
+        ]
 
     def _shrink(self) -> Work:
         """Keep to limits that were lowered, as far as nothing is held."""

@@ -229,7 +229,7 @@ class Writes:
                 catalogue.release([row])
         device.rewrite = min(device.rewrite, device.log.segment_bytes)
         if good == len(io.rows):
-            device.write_errors = 0
+            device.write_ended(True, self._common.now)
             return
         device.log.rewind(segment, io.places[good], len(io.rows) - good)
         again = [dirty for dirty in io.dirty[good:] if not dirty.retried]
@@ -251,10 +251,10 @@ class Writes:
                 # It was there before: this is not for want of room, and giving up further ones would not help.
                 io.device.paused_until = self._common.now + self._common.limits.retry_ns
         else:
-            io.device.write_errors = 0
+            io.device.write_ended(True, self._common.now)
             log.next = segment
 
     def _write_error(self, device: Device) -> None:
-        device.write_errors += 1
+        device.write_ended(False, self._common.now)
         if device.write_errors >= ERRORS:
             device.paused_until = self._common.now + self._common.limits.retry_ns

@@ -1,9 +1,16 @@
 """A manager's report as Prometheus metrics. ``docs/operations.md`` lists the same; a test compares the two."""
 
+import platform
 from collections.abc import Iterator
+from heapq import nsmallest
+from math import inf
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import PROCESS_COLLECTOR
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from kvhold.protocol import VERSION
+from kvhold.tiers.ssd.counters import ERRORS, REJECTED
 
 COUNTERS = {
     "queries": "Questions asked.",
@@ -48,9 +55,23 @@ COUNTERS = {
     "stale_io": "Answers to I/Os that were answered already.",
     "clock_went_back": "Times that the clock went back.",
 }
+SPACE_GAUGES = {
+    "objects": "Objects that are known, in DRAM or in logs.",
+    "dram_bytes": "Bytes of DRAM that it takes, granted slots included.",
+    "idle_seconds": "Seconds since anything of it was stored or used.",
+    "oldest_seconds": "Seconds since that object in DRAM was used which has been used least recently.",
+}
+SPACE_COUNTERS = {
+    "keys_asked": "Keys named in questions that were answered.",
+    "keys_found": "Of those, keys that can be restored.",
+    "keys_read": "Of those, keys that had to be read from a log first.",
+}
+MAX_SPACES = 256
+"""Of so many namespaces and groups, those that were used last, there are series."""
 LOG_GAUGES = {
     "budget_bytes": "What the directory may hold.",
     "live_bytes": "Records that can be found, headers included.",
+    "oldest_seconds": "Seconds since the oldest segment with such records was begun.",
     "queued_writes": "Objects that wait to be written.",
     "io_waiting": "I/Os that wait for a thread.",
     "io_running": "I/Os under way.",
@@ -66,14 +87,18 @@ LOG_COUNTERS = {
     "sync_failures": "Times that fdatasync failed.",
 }
 LOG_KINDS = {
-    "errors": "Failed calls, by error.",
-    "rejected": "Records read that were not what they should be, by reason.",
+    "errors": ("Failed calls, by error.", ERRORS),
+    "rejected": ("Records read that were not what they should be, by reason.", REJECTED),
 }
-"""Counters with a label ``kind``."""
+"""Counters with a label ``kind``, and the kinds that are there from the start, as 0."""
+DIRECTIONS = ("read", "write")
 
 
 def metrics(said: dict[str, Any]) -> Iterator[Metric]:
-    """The metrics of one report."""
+    """The metrics of one report, and of this process."""
+    build = {"version": said["version"], "python": platform.python_version(), "protocol": str(VERSION)}
+    yield InfoMetricFamily("kvhold_build", "What runs here.", build)
+    yield from PROCESS_COLLECTOR.collect()
     state = GaugeMetricFamily(
         "kvhold_arena_state_bytes",
         "Arena bytes by exclusive state; the sum is kvhold_arena_bytes.",
@@ -87,30 +112,73 @@ def metrics(said: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily("kvhold_evicted", "Objects evicted to make room.", value=said["evicted"])
     for name, text in COUNTERS.items():
         yield CounterMetricFamily(f"kvhold_{name}", text, value=said["counters"].get(name, 0))
-    for name, text in LOG_GAUGES.items():
-        gauge = GaugeMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
-        for one in said["logs"]:
-            gauge.add_metric([one.get("path", "")], one.get(name, 0))
-        yield gauge
-    for name, text in LOG_COUNTERS.items():
-        counter = CounterMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
-        for one in said["logs"]:
-            counter.add_metric([one.get("path", "")], one.get(name, 0))
-        yield counter
-    for family, text in LOG_KINDS.items():
-        counter = CounterMetricFamily(f"kvhold_ssd_{family}", text, labels=["path", "kind"])
-        for one in said["logs"]:
-            for kind, count in one.get(family, {}).items():
-                counter.add_metric([one.get("path", ""), kind], count)
-        yield counter
+    yield from _of_spaces(said["spaces"])
+    yield from _of_logs(said)
 
 
 def gauges(said: dict[str, Any]) -> dict[str, tuple[str, float]]:
     """Those without labels."""
     return {
+        "uptime_seconds": ("Seconds since the manager started.", said["uptime_seconds"]),
         "arena_bytes": ("Populated bytes of the arena.", said["arena"]["populated"]),
         "limbo_bytes": ("Bytes of lost, not proved dead owners.", said["limbo_bytes"]),
         "objects": ("Objects that are known, in DRAM or in logs.", said["objects"]),
         "objects_in_logs_only": ("Of those, objects that are not in DRAM.", said["objects_in_logs_only"]),
+        "spaces": ("Namespaces that are known, each cache group counted.", len(said["spaces"])),
         "sessions": ("Sessions of engines.", sum(session["open"] for session in said["sessions"])),
     }
+
+
+def _of_spaces(spaces: list[dict[str, Any]]) -> Iterator[Metric]:
+    """By namespace, cache group, and the name under which the model is served."""
+    labels = ["namespace", "group", "model"]
+    shown = nsmallest(MAX_SPACES, spaces, key=lambda one: inf if one["idle_seconds"] is None else one["idle_seconds"])
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+        **{name: GaugeMetricFamily(f"kvhold_space_{name}", text, labels=labels) for name, text in SPACE_GAUGES.items()},
+        **{
+            name: CounterMetricFamily(f"kvhold_space_{name}", text, labels=labels)
+            for name, text in SPACE_COUNTERS.items()
+        },
+    }
+    for name, family in families.items():
+        for one in shown:
+            if one[name] is not None:  # what was never used has no age
+                family.add_metric([one["namespace"], str(one["group"]), one["model"]], one[name])
+        yield family
+
+
+def _of_logs(said: dict[str, Any]) -> Iterator[Metric]:
+    """By the directory's path."""
+    logs = said["logs"]
+    opened = GaugeMetricFamily("kvhold_ssd_open", "1; 0 while the directory could not be opened.", labels=["path"])
+    for one in logs:
+        opened.add_metric([one.get("path", "")], 1)
+    for one in said["closed_logs"]:
+        opened.add_metric([one["path"]], 0)
+    yield opened
+    out = GaugeMetricFamily(
+        "kvhold_ssd_out_of_use_seconds",
+        "For how long it has not been read, or written, because that failed or hangs; 0 when it is.",
+        labels=["path", "direction"],
+    )
+    for one in logs:
+        for direction in DIRECTIONS:
+            since = one["out_of_use"].get(direction)
+            out.add_metric([one.get("path", ""), direction], since["seconds"] if since else 0)
+    yield out
+    for name, text in LOG_GAUGES.items():
+        gauge = GaugeMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
+        for one in logs:
+            gauge.add_metric([one.get("path", "")], one.get(name) or 0)
+        yield gauge
+    for name, text in LOG_COUNTERS.items():
+        counter = CounterMetricFamily(f"kvhold_ssd_{name}", text, labels=["path"])
+        for one in logs:
+            counter.add_metric([one.get("path", "")], one.get(name, 0))
+        yield counter
+    for family, (text, kinds) in LOG_KINDS.items():
+        counter = CounterMetricFamily(f"kvhold_ssd_{family}", text, labels=["path", "kind"])
+        for one in logs:
+            for kind, count in (dict.fromkeys(kinds, 0) | one.get(family, {})).items():
+                counter.add_metric([one.get("path", ""), kind], count)
+        yield counter

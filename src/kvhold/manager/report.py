@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvhold import __version__
+from kvhold.core.catalogue import Catalogue
 from kvhold.manager.connection import Stage
 from kvhold.manager.limits import limits_document
 
@@ -13,9 +14,39 @@ if TYPE_CHECKING:
     from kvhold.manager.server import Server
 
 
+def _ago(then: int | None, now: int) -> float | None:
+    """Seconds since ``then``; None if that was never."""
+    return None if then is None else max(0, now - then) / 1e9
+
+
+def _spaces(catalogue: Catalogue, now: int) -> list[dict[str, Any]]:
+    """What is stored for each (namespace, group), and how often what was asked for was there.
+
+    ``idle_seconds`` ago any of it was stored or used last, ``oldest_seconds`` ago what DRAM will evict next of it.
+    """
+    indexes = list(catalogue.indexes.values())
+    return [
+        {
+            "namespace": index.namespace.name.hex(),
+            "model": index.namespace.label,
+            "group": index.group,
+            "objects": len(index),
+            "object_bytes": index.size,
+            "dram_bytes": index.slots * index.size,
+            "users": index.users,
+            "keys_asked": index.asked,
+            "keys_found": index.found,
+            "keys_read": index.read,
+            "idle_seconds": _ago(index.used_at, now),
+            "oldest_seconds": _ago(used, now),
+        }
+        for index, used in zip(indexes, catalogue.used_before(indexes), strict=True)
+    ]
+
+
 def report(server: Server) -> dict[str, Any]:
     """Plain data; sizes in bytes. ``accounts`` sum to ``arena.populated``."""
-    core = server.core
+    core, now = server.core, time.monotonic_ns()
     return {
         "version": __version__,
         "incarnation": server.incarnation,
@@ -33,27 +64,26 @@ def report(server: Server) -> dict[str, Any]:
                 "live_bytes": device.log.live,
                 "queued_writes": len(device.queue),
                 "ready": device.ready,
+                "out_of_use": {
+                    direction: {"why": why, "seconds": _ago(since, now)}
+                    for direction, (why, since) in device.out_of_use(now, core.common.limits.answer_ns).items()
+                },
+                "oldest_seconds": _ago(min((s.born for s in device.log.sealed if s.live), default=None), now),
                 **(server.stores[number].report() if number in server.stores else {}),
             }
             for number, device in core.storage.devices.items()
         ],
-        "closed_logs": [{"path": str(each.path), "reason": each.reason} for each in server.latecomers],
+        "closed_logs": [
+            {"path": str(each.path), "reason": each.reason, "seconds": time.monotonic() - each.since}
+            for each in server.latecomers
+        ],
         "io_pending": core.storage.pending,
         "limbo_bytes": core.limbo_bytes,
         "objects": core.objects,
         "objects_in_logs_only": core.catalogue.cold,
         "evicted": core.catalogue.evicted,
         "counters": dict(core.counters),
-        "spaces": [
-            {
-                "namespace": index.namespace.name.hex(),
-                "group": index.group,
-                "objects": len(index),
-                "object_bytes": index.size,
-                "users": index.users,
-            }
-            for index in core.catalogue.indexes.values()
-        ],
+        "spaces": _spaces(core.catalogue, now),
         "instances": [
             {
                 "instance": attachment.instance,

@@ -497,10 +497,10 @@ class Server:
                 case ev.Stalled(_, op, seconds):
                     name = f"{connection.id}/{op}"
                     log.warning("%s: restore of operation %s takes longer than %d s", connection, name, seconds)
-                case ev.Purged(session, durable):
+                case ev.Purged(session, durable, objects, size):
                     if durable and self.latecomers and self._waiting.pop(session, None) is not None:
                         self._refuse(connection, _not_reached(self.latecomers))
-                    self._ended(session, wire.Purged() if durable else None)
+                    self._ended(session, wire.Purged(objects, size) if durable else None)
                 case ev.Flushed(session, durable):
                     told = wire.Flushed(self.core.objects, self.core.catalogue.in_logs, len(self.stores))
                     self._ended(session, told if durable else None)

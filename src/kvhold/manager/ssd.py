@@ -88,6 +88,7 @@ class SsdStore:
             "io_waiting": waiting,
             "io_running": running,
             "io_oldest_seconds": oldest,
+            "last_error": self._executor.last_error,
             **{field.name: getattr(counters, field.name) for field in fields(counters)},
         }
 
@@ -112,6 +113,7 @@ class Latecomer(threading.Thread):
         self.path = config.path
         self.forgone = ""
         """Why it is not tried any more."""
+        self.since = time.monotonic()
         self._reason = reason
         self._config = config
         self._arena = arena

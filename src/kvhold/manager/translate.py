@@ -5,6 +5,8 @@ from kvhold.core import events as ev
 
 MAX_KEY_BYTES = 64
 MAX_PARTS = 64
+MAX_LABEL = 128
+"""Characters that are kept of what a namespace is called."""
 MAX_NUMBER = 1 << 32
 """Groups and depths are below it: it is what a record on an SSD has room for."""
 
@@ -72,7 +74,7 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
         case wire.Return(rows, epochs):
             _check_batch(rows, epochs)
             return ev.Return(session, rows, epochs)
-        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch):
+        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch, label):
             if (
                 len(namespace) != 32
                 or not 0 <= group < MAX_NUMBER
@@ -81,7 +83,7 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
                 or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
             ):
                 raise wire.ProtocolError("space without a proper namespace, group, key length or shards")
-            return ev.Open(session, space, namespace, group, key_bytes, shards, slots, watch)
+            return ev.Open(session, space, namespace, group, key_bytes, shards, slots, watch, _printable(label))
         case wire.Close(space):
             return ev.Close(session, space)
         case wire.List(namespace, group, cursor):
@@ -120,6 +122,12 @@ def message_of(effect: ev.ToSession) -> wire.ManagerMessage:
             return wire.Explained(lines)
         case _:
             raise AssertionError(effect)
+
+
+def _printable(label: str) -> str:
+    """What can be shown of a name that a client gave: on a terminal it must do nothing."""
+    shown = "".join(each if each.isprintable() else "?" for each in label[:MAX_LABEL])
+    return shown[: MAX_LABEL - 3] + "..." if len(label) > MAX_LABEL else shown
 
 
 def _check_batch(rows: bytes, epochs: bytes) -> None:

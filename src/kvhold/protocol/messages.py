@@ -40,6 +40,8 @@ class Retire(_Message):
 
 
 class Open(_Message):
+    """``label`` is the name under which the model is served."""
+
     space: int
     namespace: bytes
     group: int
@@ -47,6 +49,7 @@ class Open(_Message):
     shards: tuple[int, ...]
     slots: int
     watch: bool = False
+    label: str = ""
 
 
 class Close(_Message):
@@ -271,7 +274,13 @@ class StatusReply(_Message):
 
 
 class Purged(_Message):
-    """Nothing that was stored before the purge can be found any more, by this manager or by one after a crash."""
+    """Nothing that was stored before the purge can be found any more, by this manager or by one after a crash.
+
+    That were ``objects`` of ``bytes`` together.
+    """
+
+    objects: int = 0
+    bytes: int = 0
 
 
 class Flushed(_Message):

@@ -31,6 +31,12 @@ def engine_label(config: "VllmConfig") -> str:
     return f"vLLM {config.model_config.model}"
 
 
+def served_name(config: "VllmConfig") -> str:
+    """Under which name requests ask for the model."""
+    model = config.model_config
+    return str(getattr(model, "served_model_name", None) or model.model)
+
+
 def embedded_path(instance: str) -> Path:
     """Where the engine's own manager listens: one for all of its data-parallel ranks, which vLLM numbers in the id."""
     return embedded_socket(re.sub(r"_dp\d+$", "", instance))

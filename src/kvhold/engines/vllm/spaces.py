@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 
 from kvhold.client.control import Control, Geometry
 from kvhold.engines.vllm.adapters import Adapters
+from kvhold.engines.vllm.attach import served_name
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import Group
 from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
@@ -97,7 +98,7 @@ class Spaces:
         if spaces is None:
             while len(self._adapted) >= _MOST_ADAPTERS:
                 self._close(self._adapted.pop(next(iter(self._adapted))))
-            spaces = self._open(self.ranks, digest)
+            spaces = self._open(self.ranks, digest, adapter.lora_name)
             if self._events is not None:
                 self._events.opened(spaces)
         self._adapted[key] = spaces
@@ -142,7 +143,7 @@ class Spaces:
         salt = variant(self._epoch, self.salt, adapter)
         return namespace(ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
 
-    def _open(self, ranks: Ranks, adapter: bytes = b"") -> tuple[int, ...]:
+    def _open(self, ranks: Ranks, adapter: bytes = b"", label: str = "") -> tuple[int, ...]:
         from vllm.v1.core.kv_cache_utils import NONE_HASH
 
         name = self.namespace(ranks, adapter)
@@ -152,5 +153,6 @@ class Spaces:
         for space, group, shards in zip(spaces, self._groups, ranks.shards, strict=True):
             wanted = 2 * max(1, tokens // group.block_tokens) if self._credits else 0
             sizes = tuple(shards.writes.values())
-            self._control.open(space, Geometry(name, group.index, len(NONE_HASH), sizes), wanted)
+            geometry = Geometry(name, group.index, len(NONE_HASH), sizes, label or served_name(self._config))
+            self._control.open(space, geometry, wanted)
         return spaces

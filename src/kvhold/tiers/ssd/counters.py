@@ -2,6 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Final
+
+from kvhold.tiers.ssd.format import Flaw
+
+ERRORS: Final = ("EIO", "ENOSPC", "EROFS", "ENOENT")
+"""Errors that are counted from the start, as 0. There may be others."""
+REJECTED: Final = ("checksum", "length", "truncated", "identity", *(f"header_{flaw.value}" for flaw in Flaw))
+"""Every reason for which a record is rejected."""
 
 
 @dataclass(slots=True)

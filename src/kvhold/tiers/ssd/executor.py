@@ -61,6 +61,8 @@ class Executor:
         self._writer_ended = False
         self._given_up = False
         self._said: dict[str, float] = {}
+        self.last_error = ""
+        """What was being done when a call failed last, and what the system said."""
         self._counters = [Counters() for _ in range(readers + 2)]  # one per thread that does I/O
         loops = [self._write_loop, self._sync_loop, *[self._read_loop] * readers]
         self._threads = [
@@ -262,6 +264,7 @@ class Executor:
         code = getattr(error, "errno", None)
         kind = errno.errorcode.get(code, str(code)) if isinstance(code, int) else type(error).__name__
         counters.errors[kind] += 1
+        self.last_error = f"{doing}: {getattr(error, 'strerror', None) or error}"
         now = time.monotonic()
         if now - self._said.get(doing + kind, -_SAY_AGAIN) >= _SAY_AGAIN:
             self._said[doing + kind] = now

@@ -1,0 +1,95 @@
+"""The manager's metrics are those that docs/operations.md explains, and are there before anything has happened."""
+
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvhold import __version__
+from kvhold.core import events as ev
+from kvhold.manager.config import ManagerConfig
+from kvhold.manager.listener import Listener
+from kvhold.manager.memory import ArenaMemory
+from kvhold.manager.metrics import MAX_SPACES, metrics
+from kvhold.manager.report import report
+from kvhold.manager.server import Server
+from kvhold.protocol import VERSION
+from kvhold.tiers.ssd.counters import ERRORS, REJECTED
+
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+ROW = re.compile(r"^\| `((?:kvhold|process)_\w+)(?:\{([\w, ]+)\})?` \| (.*) \|$", re.MULTILINE)
+NASTY = 'a "b"\\\n{c="d"}'
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The report of a manager that has done nothing, with an engine and an SSD."""
+    config = ManagerConfig(tmp_path / "s", 4 << 20)
+    with closing(Listener(config.socket)) as listener:
+        server = Server(config, listener, ArenaMemory(config.dram, huge_pages=False))
+        core = server.core
+        for number, role in ((1, ev.Role.SCHEDULER), (2, ev.Role.WORKER)):
+            core.handle(ev.Joined(number, role, "engine", 0, 1), number)
+        core.handle(ev.Mapped(2), 3)
+        core.handle(ev.Open(1, 1, b"n" * 32, 0, 8, (4096,), 1, label=NASTY), 4)
+        core.handle(ev.LogOpened(1, 4, 1 << 20), 5)
+        yield report(server)
+
+
+class Scrape:
+    def __init__(self, said: dict[str, Any]) -> None:
+        self.said = said
+
+    def collect(self) -> Iterator[Any]:
+        return metrics(self.said)
+
+
+def test_documented_metrics_are_the_real_ones(said: dict[str, Any]) -> None:
+    part = OPERATIONS.read_text().split("<!-- manager metrics: checked against kvhold.manager.metrics -->")[1]
+    found = ROW.findall(part.partition("\n\n")[0])
+    documented = {name: (set(filter(None, labels.split(", "))), text.replace("`", "")) for name, labels, text in found}
+    assert len(documented) == len(found)
+    real: dict[str, tuple[set[str], str]] = {}
+    for family in metrics(said):
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = {"version", "python", "protocol"} if family.type == "info" else set(family._labelnames)
+        real[name] = labels, family.documentation
+    assert documented == real
+
+
+def test_every_series_is_there_before_its_first_error(said: dict[str, Any]) -> None:
+    families = {each.name: each for each in text_string_to_metric_families(generate_latest(Scrape(said)).decode())}
+    assert all(
+        family.samples
+        for family in families.values()
+        if family.name != "kvhold_space_idle_seconds" and family.name != "kvhold_space_oldest_seconds"
+    )
+    for name, kinds in (("errors", ERRORS), ("rejected", REJECTED)):
+        samples = families[f"kvhold_ssd_{name}"].samples
+        assert {(sample.labels["kind"], sample.value) for sample in samples} == {(kind, 0) for kind in kinds}
+    samples = families["kvhold_ssd_out_of_use_seconds"].samples
+    assert {(sample.labels["direction"], sample.value) for sample in samples} == {("read", 0), ("write", 0)}
+    (build,) = families["kvhold_build_info"].samples
+    assert build.labels == {
+        "version": __version__,
+        "python": platform.python_version(),
+        "protocol": str(VERSION),
+    }
+    assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
+
+
+def test_a_name_is_escaped_and_series_are_bounded(said: dict[str, Any]) -> None:
+    (space,) = said["spaces"]
+    for number in range(2 * MAX_SPACES):
+        said["spaces"].append(space | {"namespace": f"{number:064x}", "idle_seconds": float(number)})
+    families = {each.name: each for each in text_string_to_metric_families(generate_latest(Scrape(said)).decode())}
+    samples = families["kvhold_space_objects"].samples
+    assert {sample.labels["model"] for sample in samples} == {NASTY}
+    assert {int(sample.labels["namespace"], 16) for sample in samples} == set(range(MAX_SPACES))
+    assert families["kvhold_spaces"].samples[0].value == 2 * MAX_SPACES + 1
