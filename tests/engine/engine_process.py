@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 120.0
+ANSWER_SECONDS = 600.0
+"""Until an engine that has not answered is taken to hang: one of several ranks on a busy machine imports vLLM for
+minutes, since the ranks that wait for each other take processors from it."""
 
 
 class EngineProcess:
@@ -48,18 +50,18 @@ class EngineProcess:
     def kill(self) -> None:
         """SIGKILL of this process alone; its children are left to notice."""
         self._process.kill()
-        self._process.wait(60)
+        self._process.wait(ANSWER_SECONDS)
 
     def close(self) -> int:
         """End of input: an orderly shutdown; the exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        return self._process.wait(60)
+        return self._process.wait(ANSWER_SECONDS)
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         while b"\n" not in self._buffer:
-            readable, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)
+            readable, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
             assert readable, "the engine process does not answer"
             data = os.read(self._process.stdout.fileno(), 1 << 20)
             assert data, "the engine process ended"

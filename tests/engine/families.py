@@ -8,12 +8,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from bed import LLM, Output, Tokens, close, engine, free_blocks, generate, reference, settle
+from bed import LLM, Output, Tokens, close, engine, free_blocks, generate, prompt, scheduler, settle
 from kvhold_bed import check_nothing_held, connect, warm_up
 from manager_process import Manager
 from models import write_config
@@ -25,94 +26,62 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 @dataclass(frozen=True)
 class Family:
-    """One model and what it allows.
-
-    ``unit`` is the distance in tokens at which hits can end, ``pool`` a number of blocks that is too small for several
-    requests of 256 tokens.
-
-    The engine itself computes the same logprobs to the last bit for most models in whatever way it gets there. For some
-    that does not hold between requests ``batched`` and alone, between tokens ``decoded`` one by one and prefilled, or
-    between a prompt ``resumed`` after a hit and one prefilled at once, because other kernels or other orders of
-    summation are used there; then these bound the difference. The engine without kvhold is tested to stay within them,
-    and to differ from itself where any is not zero.
-    """
+    """One model: its config, options of its engine, and a ``pool`` of blocks too small for several requests of 256
+    tokens."""
 
     name: str
     kind: str
-    unit: int
     pool: int
     config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    batched: float = 0.0
-    decoded: float = 0.0
-    resumed: float = 0.0
-    caches_itself: bool = True
-    """Whether the CPU engine has prefix caching for it. Without, nothing of its own says how far a hit reaches."""
-    keeps_decoded: bool = True
-    """Whether the engine ever has something to keep of what follows a prompt: there it keeps no recurrent states."""
-
-    @property
-    def any_noise(self) -> float:
-        return max(self.batched, self.decoded, self.resumed)
 
     def write(self, folder: Path) -> Path:
         return write_config(folder / self.name, self.kind, **self.config)
 
 
-NOISE = 2e-5
-"""In float32. Measured are 4e-6; a flipped sign somewhere in a cache makes 1e-3, a wrong block more."""
-NOISE_BFLOAT16 = 0.5
-"""Measured are 0.3, with other tokens wherever two are as probable; so such outputs are compared up to there."""
-
-_MAMBA2: dict[str, Any] = {"batched": NOISE, "decoded": NOISE, "keeps_decoded": False}
-_GDN: dict[str, Any] = {"decoded": NOISE_BFLOAT16, "keeps_decoded": False}
-
 FAMILIES = [
-    Family("mistral", "mistral", 32, 10),
-    Family("gemma3", "gemma3", 32, 40),
-    Family("gpt_oss", "gpt_oss", 32, 20),
-    Family("llama4", "llama4", 32, 36, {}, {}, NOISE, NOISE, NOISE),
-    Family("qwen3_next", "qwen3_next", 64, 20, {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, **_GDN),
-    Family("granite_partial", "granite", 32, 14, {"mamba_d_state": 32}, {"prefix_match_unit": 32}, **_MAMBA2),
-    Family("falcon_h1", "falcon_h1", 64, 12, **_MAMBA2),
-    Family("mamba2", "mamba2", 32, 8, **_MAMBA2),
-    Family("lfm2", "lfm2", 32, 24, decoded=NOISE, keeps_decoded=False),
-    Family("deepseek_v2", "deepseek_v2", 16, 24, {}, {"block_size": 16}, NOISE, NOISE, NOISE, caches_itself=False),
+    Family("mistral", "mistral", 10),
+    Family("gemma3", "gemma3", 40),
+    Family("gpt_oss", "gpt_oss", 20),
+    Family("llama4", "llama4", 36),
+    Family("qwen3_next", "qwen3_next", 20, {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    Family("granite_partial", "granite", 14, {"mamba_d_state": 32}, {"prefix_match_unit": 32}),
+    Family("falcon_h1", "falcon_h1", 12),
+    Family("mamba2", "mamba2", 8),
+    Family("lfm2", "lfm2", 24),
+    Family("deepseek_v2", "deepseek_v2", 24, {}, {"block_size": 16}),
 ]
 
 LONG_FAMILIES = [  # which have the groups of one above in another order or number
-    Family("gemma2", "gemma2", 32, 20),
-    Family("granite", "granite", 64, 20, **_MAMBA2),
-    Family("nemotron_h", "nemotron_h", 64, 16, **_MAMBA2),
+    Family("gemma2", "gemma2", 20),
+    Family("granite", "granite", 20),
+    Family("nemotron_h", "nemotron_h", 16),
 ]
 
 
-def differing(outputs: Sequence[Output], expected: Sequence[Output], noise: float) -> list[int]:
-    """Which outputs are not what was expected."""
-    return [i for i, (a, b) in enumerate(zip(outputs, expected, strict=True)) if not same(a, b, noise)]
+# How answers are compared
 
 
-def same(output: Output, expected: Output, noise: float) -> bool:
-    """Equal, or equal tokens with logprobs within ``noise``.
+LEAST_NOISE = 2.0**-17
+"""What is allowed where answers may differ at all: some 60 roundings of float32, whatever was measured. A flipped sign
+somewhere in a cache makes a hundred times as much, a wrong block more."""
 
-    With the noise of bfloat16 another token may be the most probable one; its logprob must then be within the noise of
-    the expected token's, and what follows is another text.
+
+def differing(outputs: Sequence[Output], expected: Sequence[Output], noise: float = 0.0) -> list[int]:
+    """Which outputs are not what was expected; without ``noise`` to the last bit."""
+    return [i for i, (a, b) in enumerate(zip(outputs, expected, strict=True)) if not (a == b or apart(a, b) <= noise)]
+
+
+def apart(output: Output, expected: Output) -> float:
+    """The greatest difference of the logprobs of each place's most probable token.
+
+    Only as far as the tokens before it are the same: where two are about as probable, what follows is another text.
     """
-    if output == expected or not noise:
-        return output == expected
-    if (len(output.tokens), output.finish_reason) != (len(expected.tokens), expected.finish_reason):
-        return False
-    for i in range(len(expected.tokens)):
-        if abs(output.logprobs[i] - expected.logprobs[i]) > noise:
-            return False
-        if output.tokens[i] != expected.tokens[i]:
-            return noise >= NOISE_BFLOAT16
-    return True
-
-
-def distance(output: Output, expected: Output) -> float:
-    """The greatest difference of logprobs."""
-    return max(abs(a - b) for a, b in zip(output.logprobs, expected.logprobs, strict=True))
+    assert (len(output.tokens), output.finish_reason) == (len(expected.tokens), expected.finish_reason)
+    same = next((i for i, (a, b) in enumerate(zip(output.tokens, expected.tokens, strict=True)) if a != b), None)
+    until = None if same is None else same + 1
+    pairs = zip(output.logprobs[:until], expected.logprobs[:until], strict=True)
+    return max(abs(a - b) for a, b in pairs)
 
 
 class Bench:
@@ -137,10 +106,69 @@ class Bench:
             [self._truth[tokens, limit]] = generate(self.alone(), [list(tokens)], limit)
         return [self._truth[key] for key in keys]
 
-    def uncached(self, prompts: Sequence[Tokens], max_tokens: int = 8) -> list[Output]:
-        """The same without its own prefix cache."""
-        self.close()
-        return reference(self._folder, prompts, max_tokens, **self.family.options)
+    def own(self, prompts: Sequence[Tokens], max_tokens: int | Sequence[int] = 8) -> list[Output]:
+        """What the engine says without kvhold, one request after the other, each with what its own cache has by then.
+
+        A request that resumes from kvhold does what one does that resumes from the engine's own cache at the same
+        boundary: the same kernels on the same bytes, in the same order. So the two are equal to the last bit, on any
+        processor. Of an engine that has no cache of its own, this is the truth, with how far a hit would reach.
+        """
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        llm = self.alone()
+        if self.caches_itself:
+            return [generate(llm, [tokens], limit)[0] for tokens, limit in zip(prompts, limits, strict=True)]
+        outputs: list[Output] = []
+        earlier: list[Tokens] = []
+        for tokens, output in zip(prompts, self.truth(prompts, limits), strict=True):
+            outputs.append(replace(output, cached=max((self._common(tokens, other) for other in earlier), default=0)))
+            earlier.append([*tokens, *output.tokens[:-1]])
+        return outputs
+
+    def _common(self, tokens: Tokens, earlier: Tokens) -> int:
+        """How far full attention would hit in ``tokens`` after ``earlier``."""
+        common = next((i for i, (a, b) in enumerate(zip(tokens, earlier, strict=False)) if a != b), len(earlier))
+        return min(common, len(tokens) - 1) // self.unit * self.unit
+
+    def equals_own(self, outputs: Sequence[Output], own: Sequence[Output]) -> bool:
+        """Whether ``outputs`` are those of :meth:`own`, and as much was found for them."""
+        noise = 0.0 if self.caches_itself else self.noise
+        return not differing(outputs, own, noise) and [o.cached for o in outputs] == [o.cached for o in own]
+
+    @cached_property
+    def unit(self) -> int:
+        """The distance in tokens at which hits can end."""
+        return hit_unit(self.alone())
+
+    @cached_property
+    def caches_itself(self) -> bool:
+        """Whether the engine has prefix caching for this model here: vLLM's plain CPU kernels of MLA have none."""
+        return bool(self.alone().llm_engine.vllm_config.cache_config.enable_prefix_caching)
+
+    @cached_property
+    def recurrent(self) -> bool:
+        return bool(scheduler(self.alone()).has_mamba_layers)
+
+    @property
+    def noise(self) -> float:
+        """How far answers may be apart where an engine without kvhold cannot be made to compute in the same steps.
+
+        Several times as far as the engine's own are apart, for the same prompts, measured where this runs: alone, in a
+        batch, after hits of its own cache, in pieces, and decoded or prefilled. How kernels sum depends on all of this.
+        """
+        key = repr((self.family.kind, self.family.config, self.family.options))
+        if key not in _noises:
+            _noises[key] = max(4 * self._measure_noise(), LEAST_NOISE)
+        return _noises[key]
+
+    def _measure_noise(self) -> float:
+        prompts = [prompt(100 + 31 * i, 200 + i) for i in range(5)]
+        alone = self.truth(prompts, 12)
+        following = [tokens + list(output.tokens[:8]) for tokens, output in zip(prompts, alone, strict=True)]
+        pairs = list(zip(self.truth(following, 4), [after(output, 8) for output in alone], strict=True))
+        for options in ({}, {"max_num_batched_tokens": 96}):
+            for _ in range(2):
+                pairs += zip(generate(self.alone(**options), prompts, 12), alone, strict=True)
+        return max(apart(a, b) for a, b in pairs)
 
     def alone(self, **options: Any) -> LLM:
         """The engine without kvhold; the one that is open if it has these options. Its own cache is empty."""
@@ -188,6 +216,25 @@ class Bench:
         if self._open is not None:
             opened, self._open = self._open, None
             close(opened[1])
+
+
+_noises: dict[str, float] = {}
+"""By model, for all tests of this process."""
+
+
+def after(output: Output, tokens: int) -> Output:
+    """What follows the first ``tokens`` of an output."""
+    return replace(output, tokens=output.tokens[tokens:], logprobs=output.logprobs[tokens:])
+
+
+def hit_unit(llm: LLM) -> int:
+    """The distance in tokens at which hits of this engine can end.
+
+    It may depend on the processor: what vLLM's kernels there take decides how large a recurrent state is, and attention
+    blocks are as large as states.
+    """
+    engine = scheduler(llm)
+    return int(engine.hash_block_size if engine.mamba_partial_cache_hit else engine.block_size)
 
 
 # Weights

@@ -3,11 +3,10 @@
 import random
 import time
 from typing import Any
-from unittest.mock import patch as patching
 
 import pytest
 from bed import LLM, PATIENCE, Output, Tokens, abort, add, prompt, scheduler, settle, step
-from families import Bench, same, weights
+from families import Bench, differing, weights
 from kvhold_bed import attached, check_identity, counting, status, until
 from manager_process import Manager
 
@@ -104,48 +103,39 @@ def drive(
     prompts: list[Tokens],
     limits: list[int],
     faults: bool,
-) -> tuple[dict[int, Output], set[int]]:
-    """What finished, by its place in ``prompts``, and which of them were preempted."""
+) -> dict[int, Output]:
+    """What finished, by its place in ``prompts``."""
     chaos, health = Chaos(rng, patch), Health(rng, manager)
     done: dict[str, Output] = {}
     aborted: set[str] = set()
-    preempted: set[str] = set()
-    internal: dict[str, str] = {}
     sent = 0
-    preempt = scheduler(llm)._preempt_request
-
-    def noticed(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.add(internal[request.request_id])
-        return preempt(request, *args, **kwargs)
-
-    with patching.object(scheduler(llm), "_preempt_request", noticed):
-        end = time.monotonic() + PATIENCE
-        while sent < len(prompts) or scheduler(llm).has_requests():
-            assert time.monotonic() < end, f"requests hang: {sorted(scheduler(llm).requests)}"
-            if sent < len(prompts) and rng.random() < 0.4:
-                internal[add(llm, str(sent), prompts[sent], limits[sent])] = str(sent)
-                sent += 1
-            if sent and len(aborted) < len(prompts) / 4 and rng.random() < 0.03:
-                name = str(rng.randrange(sent))
-                if name not in done:
-                    abort(llm, name)
-                    aborted.add(name)
-            if rng.random() < 0.05:
-                chaos.turn()
-            if faults and sent < len(prompts) and rng.random() < 0.02:
-                health.turn()
-            if sent == len(prompts):
-                chaos.end()
-            if finished := step(llm):
-                end = time.monotonic() + PATIENCE
-            done |= {output.request_id: output for output in finished if output.request_id not in aborted}
-            if rng.random() < 0.03:
-                llm.reset_prefix_cache(reset_connector=rng.random() < 0.2)
-        chaos.end()
-        health.end()
-        settle(llm)
+    end = time.monotonic() + PATIENCE
+    while sent < len(prompts) or scheduler(llm).has_requests():
+        assert time.monotonic() < end, f"requests hang: {sorted(scheduler(llm).requests)}"
+        if sent < len(prompts) and rng.random() < 0.4:
+            add(llm, str(sent), prompts[sent], limits[sent])
+            sent += 1
+        if sent and len(aborted) < len(prompts) / 4 and rng.random() < 0.03:
+            name = str(rng.randrange(sent))
+            if name not in done:
+                abort(llm, name)
+                aborted.add(name)
+        if rng.random() < 0.05:
+            chaos.turn()
+        if faults and sent < len(prompts) and rng.random() < 0.02:
+            health.turn()
+        if sent == len(prompts):
+            chaos.end()
+        if finished := step(llm):
+            end = time.monotonic() + PATIENCE
+        done |= {output.request_id: output for output in finished if output.request_id not in aborted}
+        if rng.random() < 0.03:
+            llm.reset_prefix_cache(reset_connector=rng.random() < 0.2)
+    chaos.end()
+    health.end()
+    settle(llm)
     assert set(done) | aborted >= {str(i) for i in range(len(prompts))}
-    return {int(name): output for name, output in done.items()}, {int(name) for name in preempted}
+    return {int(name): output for name, output in done.items()}
 
 
 def check_at_random(
@@ -157,20 +147,14 @@ def check_at_random(
     faults: bool,
     **options: Any,
 ) -> None:
-    """Whatever finishes is what the engine says without kvhold, and nothing leaks.
-
-    Only what was preempted, and so partly decoded before and prefilled after, may differ by the noise of that.
-    """
-    family = bench.family
+    """Whatever finishes is what the engine says without kvhold, and nothing leaks."""
     with weights(), counting() as counts:
-        expected = bench.truth(prompts, limits)
+        expected, noise = bench.truth(prompts, limits), bench.noise
         try:
             llm = bench.engine(2, max_num_batched_tokens=96, max_num_seqs=6, max_model_len=256, **options)
-            done, preempted = drive(llm, bench.manager, patch, rng, prompts, limits, faults)
+            done = drive(llm, bench.manager, patch, rng, prompts, limits, faults)
             assert len(done) > len(prompts) / 2
-            calm = max(family.batched, family.resumed)
-            noise = {i: family.any_noise if i in preempted else calm for i in done}
-            assert not {i: output for i, output in done.items() if not same(output, expected[i], noise[i])}
+            assert not differing(list(done.values()), [expected[i] for i in done], noise)
             until(lambda: attached(llm), "attached at the end")
             bench.check_nothing_held()
             check_identity(counts)

@@ -28,7 +28,8 @@ _BASE: dict[str, Any] = {
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
-_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+# Every expert takes every token: which of them are chosen would otherwise turn a last bit into another answer.
+_MOE = {"num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 1,
@@ -74,7 +75,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "head_dim": 64,
         "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 4,
         "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_scaling": {
@@ -92,7 +93,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
         "num_hidden_layers": 4,
-        "num_local_experts": 2,
+        "num_local_experts": 1,
         "num_experts_per_tok": 1,
         "intermediate_size_mlp": 256,
         "attention_chunk_size": 64,

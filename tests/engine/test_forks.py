@@ -15,20 +15,18 @@ from kvhold.client.channel import Channel
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in ("gemma3", "falcon_h1")], ids=lambda f: f.name)
 def test_a_shared_beginning_is_learnt_across_resets(tmp_path: Path, manager: Manager, family: Family) -> None:
     """As fast as an engine that never forgets: the second prompt that parts there is the last to compute all."""
-    unit, shared = family.unit, family.unit * 3
-    stored = prompt(unit * 5 + 5, 1)
-    prompts = [stored, *(stored[: shared + 7] + prompt(unit + 9, 50 + i) for i in range(4))]
     with weights():
         bench = Bench(family, tmp_path, manager)
-        llm = bench.alone()
-        own = [generate(llm, [tokens], 2)[0] for tokens in prompts]
+        unit, shared = bench.unit, bench.unit * 3
+        stored = prompt(unit * 5 + 5, 1)
+        prompts = [stored, *(stored[: shared + 7] + prompt(unit + 9, 50 + i) for i in range(4))]
+        own = bench.own(prompts, 2)
         assert [output.cached for output in own] == [0, 0, shared, shared, shared]
         llm, restored = bench.engine(), []
         for tokens in prompts:
             restored += generate(llm, [tokens], 2)
             bench.forget()
-        assert [output.cached for output in restored] == [output.cached for output in own]
-        assert [output.tokens for output in restored] == [output.tokens for output in own]
+        assert bench.equals_own(restored, own)
         bench.check_nothing_held()
         bench.close()
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,17 @@ import bed
 import pytest
 import torch
 from bed import LLM, Output, Tokens, add, drain, free_blocks, generate, prompt, reference, running, settle, step
-from kvhold_bed import check_identity, check_nothing_held, counting, scheduler_side, serving, status, until, warm_up
+from kvhold_bed import (
+    check_identity,
+    check_nothing_held,
+    counting,
+    scheduler_side,
+    serving,
+    status,
+    until,
+    warm_up,
+    worker_side,
+)
 from manager_process import Manager
 from safetensors.torch import save_file
 from vllm.config import MultiModalConfig
@@ -23,7 +34,8 @@ from kvhold.engines.vllm import adapters
 from kvhold.engines.vllm import spaces as spaces_module
 from kvhold.engines.vllm.adapters import Adapters
 from kvhold.engines.vllm.hashes import tell_all
-from kvhold.engines.vllm.identity import PRIVATE, _processor, is_private, weights_identity
+from kvhold.engines.vllm.identity import PRIVATE, _processor, describe, digest, is_private, weights_identity
+from kvhold.engines.vllm.layout import read_layout
 
 PROMPTS = [prompt(400, seed) for seed in range(2)]
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -359,11 +371,11 @@ def test_weights_that_change_in_a_running_engine(llama_dir: Path, manager: Manag
 def run_until(llm: LLM, condition: Callable[[], bool]) -> dict[str, Output]:
     """Step until ``condition`` holds; what finished meanwhile."""
     outputs: dict[str, Output] = {}
-    for _ in range(1000):
-        if condition():
-            return outputs
+    end = time.monotonic() + bed.PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "never"
         outputs |= {output.request_id: output for output in step(llm)}
-    raise AssertionError("never")
+    return outputs
 
 
 def test_after_a_reset_while_requests_run_only_what_is_new_from_the_start_is_stored(
@@ -409,6 +421,37 @@ def test_a_reset_that_begins_running_requests_anew(llama_dir: Path, manager: Man
         assert llm.reset_prefix_cache()
         assert generate(llm, PROMPTS) == new
     assert new == changed_truth(llama_dir)
+
+
+# Quantised KV
+
+
+def test_how_kv_is_quantised_is_part_of_the_identity(
+    llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the description, since few processors have kernels for it."""
+    with serving(llama_dir, manager):
+        half = worker_side()
+        [group] = half._cache.kv_cache_groups
+        layers = half._config.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for name in group.layer_names}
+        layouts = [read_layout(caches, group.layer_names, half._cache.num_blocks)]
+
+        def described() -> tuple[bytes, bytes]:
+            common, stage = describe(half._config, half._cache, half._groups, layouts, 1)
+            return digest(common), digest(stage)
+
+        of_engine, of_stage = described()
+        assert half.report is not None
+        assert (of_engine, of_stage) == (half.report.digest, half.report.stage_digest)
+        cache_config = half._config.cache_config
+        for dtype in ("fp8", "fp8_e5m2"):
+            monkeypatch.setattr(cache_config, "cache_dtype", dtype)
+            assert described()[0] != of_engine
+        monkeypatch.setattr(cache_config, "cache_dtype", "auto")
+        assert described() == (of_engine, of_stage)
+        monkeypatch.setattr(layers[group.layer_names[0]], "kv_cache_dtype", "fp8")
+        assert described()[1] != of_stage
 
 
 # Salts, embeddings, images
@@ -563,5 +606,5 @@ def test_where_images_are_numbered_an_engine_is_alone(tmp_path: Path) -> None:
     assert PRIVATE in processor_of(tmp_path, caching=False, mm_processor_cache_gb=0)
     assert PRIVATE not in processor_of(tmp_path, caching=True, mm_processor_cache_gb=0)
     assert PRIVATE not in processor_of(tmp_path, caching=False)
-    identity = {"weights": "w", "kv_dtype": [], "drafter": [], "processor": [PRIVATE]}
+    identity = {"weights": "w", "drafter": [], "processor": [PRIVATE]}
     assert is_private(identity)

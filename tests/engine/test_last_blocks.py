@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from bed import abort, add, generate, prompt, reference, scheduler, scheduler_half, settle, step
-from families import FAMILIES, weights
+from families import FAMILIES, hit_unit, weights
 from kvhold_bed import check_nothing_held, counting, free_blocks, serving
 from manager_process import Manager
 
@@ -71,7 +71,7 @@ def test_a_tail_without_slots_or_session_is_not_waited_for(
 def test_generated_blocks_are_kept_on_demand(tmp_path: Path, manager: Manager, name: str, dense: bool) -> None:
     """A window's last blocks are still there when a text ends. States are what the engine hands over: it is told to."""
     family = next(family for family in FAMILIES if family.name == name)
-    unit, options = family.unit, dict(family.options)
+    options = dict(family.options)
     if dense:
         options["prefix_cache_retention_interval"] = None
     with weights():
@@ -79,6 +79,7 @@ def test_generated_blocks_are_kept_on_demand(tmp_path: Path, manager: Manager, n
         for decode in (False, True):
             tokens = prompt(200, 6 + decode)
             with serving(folder, manager, settings={"save_decode_cache": decode}, **options) as llm:
+                unit = hit_unit(llm)
                 [output] = generate(llm, [tokens], 2 * unit)
                 settle(llm)
                 assert llm.reset_prefix_cache()

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import add, drain, generate, prompt, reference, scheduler, settle, step
+from bed import Output, add, drain, generate, prompt, reference, scheduler, settle, step
 from families import FAMILIES, weights
-from kvhold_bed import check_identity, check_nothing_held, counting, free_blocks, serving
+from kvhold_bed import check_identity, check_nothing_held, counting, free_blocks, serving, until
 from manager_process import Manager
 
 from kvhold.copy.host import HostCopier
@@ -121,7 +121,8 @@ def test_a_restore_that_cannot_begin_concerns_no_other_request(
     shared = prompt(96, 1)
     failing, other = shared + prompt(200, 2), shared + prompt(60, 3)
     expected = reference(llama_dir, [failing, other], [4, 40])
-    with serving(llama_dir, manager) as llm, counting() as counts:
+    patient = {"step_budget_ms": 10_000}  # the manager's answer comes in the step that asks, while the other runs
+    with serving(llama_dir, manager, settings=patient) as llm, counting() as counts:
         generate(llm, [failing], 4)
         settle(llm)
         assert llm.reset_prefix_cache()
@@ -132,9 +133,13 @@ def test_a_restore_that_cannot_begin_concerns_no_other_request(
         start = Control.start
         monkeypatch.setattr(Control, "start", lambda control, ticket: start(control, ticket) and False)
         add(llm, "failing", failing, 4)
-        done = {output.request_id: output for output in step(llm)}
-        while not counts["load_failures"]:
-            done |= {output.request_id: output for output in step(llm)}
+        done: dict[str, Output] = {}
+
+        def failed() -> float:
+            done.update((output.request_id, output) for output in step(llm))
+            return counts["load_failures"]
+
+        until(failed, "the restore fails")
         assert scheduler(llm).requests[name].num_computed_tokens > computed
         done |= drain(llm)
         assert done["other"] == expected[1]

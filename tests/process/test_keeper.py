@@ -89,10 +89,10 @@ def test_the_hosts_manager_is_told_of_and_no_other(manager: Manager, folder: Pat
 def test_an_own_manager_in_place_of_one_that_is_of_no_use(
     manager: Manager, folder: Path, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    monkeypatch.setattr(keeper, "_CONNECT_SECONDS", 2.0)
-    namesake = Channel(manager.socket, Hello("scheduler", "one"), 5)
+    namesake = Channel(manager.socket, Hello("scheduler", "one"), 60)
     if why == "timed out":
         manager.stop()
+        monkeypatch.setattr(keeper, "_CONNECT_SECONDS", 2.0)
     found: list[Path] = []
     with kept(folder, "one", found=found) as half:
         until(lambda: half.channel, "attached")

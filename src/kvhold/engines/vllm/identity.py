@@ -72,7 +72,7 @@ def describe(
         "positions": _positions(model),
         "drafter": _drafter(config),
         "kv_layout": repr(cache.kv_cache_layout),
-        "kv_dtype": [*_kv_dtypes(config), *_scales(config)],
+        "kv_dtype": _kv_dtypes(config),
         "mamba": [str(getattr(kv, name, "")) for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")],
         "block_size": kv.block_size,
         "hash_block_size": repr(cache.hash_block_size),
@@ -141,7 +141,7 @@ def digest(identity: dict[str, Any]) -> bytes:
 
 def is_private(identity: dict[str, Any]) -> bool:
     """Whether the engine must not share, because something about it cannot be identified."""
-    return PRIVATE in (identity["weights"], *identity["kv_dtype"], *identity["drafter"], *identity["processor"])
+    return PRIVATE in (identity["weights"], *identity["drafter"], *identity["processor"])
 
 
 def namespace(digests: Sequence[bytes], hash_algorithm: str, hash_seed: str, salt: bytes) -> bytes:
@@ -231,13 +231,6 @@ def _kv_dtypes(config: "VllmConfig") -> list[str]:
         handler = cache_module.get_kv_cache_dtype_handler(name)
     kind = f"{type(handler).__module__}.{type(handler).__qualname__}" if handler is not None else ""
     return [name, kind, str(getattr(config.attention_config, "indexer_kv_dtype", ""))]
-
-
-def _scales(config: "VllmConfig") -> list[str]:
-    """Scales that are measured from the first requests make KV bytes that nobody else can read."""
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        return [PRIVATE]
-    return []
 
 
 def _machine(layout: PagedLayout) -> str:
