@@ -67,7 +67,7 @@ def ask_on(channel: Channel, message: wire.ClientMessage, seconds: float = 0.0) 
 
 def groups_of(channel: Channel, namespace: bytes) -> tuple[list[int], bool]:
     """The cache groups that a manager knows of a namespace; whether an SSD may hold more, not known yet."""
-    reply = ask_on(channel, wire.Status())
+    reply = ask_on(channel, wire.Status(namespace))
     assert isinstance(reply, wire.StatusReply)
     report = json.loads(reply.document)
     groups = [space["group"] for space in report["spaces"] if space["namespace"] == namespace.hex()]

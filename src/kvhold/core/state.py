@@ -141,6 +141,11 @@ class Core:
         return self.common.turns.of(session)
 
     @property
+    def unfinished_work(self) -> int:
+        """The same of all sessions, and of the manager itself."""
+        return len(self.common.turns)
+
+    @property
     def purges(self) -> int:
         """Purges under way."""
         return len(self._purges)

@@ -21,6 +21,9 @@ class Turns:
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces.values()))
+
     def of(self, owner: int) -> int:
         """How many pieces of an owner are not finished."""
         return len(self._pieces.get(owner, ()))

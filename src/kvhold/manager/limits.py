@@ -28,6 +28,8 @@ _SIZES = ("read_bytes", "write_rate")
 _LEAST = {"max_objects": 1, "read_bytes": 1, "write_queue": 1}
 """With 0 of these nothing would be kept, read from SSD or written there."""
 _MOST = 1 << 50
+_QUOTAS = 4096
+"""Namespaces that have one."""
 
 
 def change_limits(
@@ -50,8 +52,14 @@ def change_limits(
         _check(name, value, arena, largest)
         changes[name] = value if name.endswith("_share") else int(value)
     named = {**limits.quotas, **{name: Quota(*pair) for name, pair in quotas.items()}}
+    if len(named) > _QUOTAS:
+        raise wire.ProtocolError(
+            f"quotas of {len(named)} namespaces are more than {_QUOTAS}; take some away with a floor of 0 and no limit"
+        )
+    floors = sum(quota.floor for quota in named.values())
     for namespace in quotas:
-        _check_quota(namespace, named, arena, objects.get(namespace, ALIGN))
+        quota = named[namespace]
+        _check_quota(namespace, quota, floors - quota.floor, arena, objects.get(namespace, ALIGN))
     return dataclasses.replace(limits, **changes, quotas={name: q for name, q in named.items() if q != Quota()})
 
 
@@ -107,8 +115,8 @@ def _check(name: str, value: float, arena: int, largest: int) -> None:
         )
 
 
-def _check_quota(namespace: bytes, quotas: Mapping[bytes, Quota], arena: int, largest: int) -> None:
-    quota, others = quotas[namespace], sum(quota.floor for name, quota in quotas.items() if name != namespace)
+def _check_quota(namespace: bytes, quota: Quota, others: int, arena: int, largest: int) -> None:
+    """``others`` are the floors of all other namespaces."""
     floor, limit, name = format_size(quota.floor), format_size(quota.limit), namespace.hex()
     if not 0 <= quota.floor <= quota.limit:
         raise wire.ProtocolError(

@@ -14,6 +14,7 @@ from kvhold import __version__
 from kvhold.manager.config import ConfigError, ManagerConfig, SocketTaken, SsdConfig
 from kvhold.manager.listener import Listener, sweep
 from kvhold.manager.memory import ArenaMemory
+from kvhold.manager.quiet import QuietHandler
 from kvhold.manager.server import Server
 from kvhold.manager.ssd import Latecomer, SsdStore
 from kvhold.protocol import SOCKET_TAKEN
@@ -29,7 +30,11 @@ def run(config: ManagerConfig, refused: Callable[[str], None] | None = None) -> 
 
     ``refused`` is told, beside the log, of a setting that cannot be used.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s kvhold %(levelname)s %(message)s")
+    logging.basicConfig(
+        handlers=[QuietHandler(sys.stderr)],
+        level=logging.INFO,
+        format="%(asctime)s kvhold %(levelname)s %(message)s",
+    )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ending = _Ending()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from kvhold import __version__
-from kvhold.core.catalogue import Catalogue
+from kvhold.core.catalogue import Catalogue, Index
 from kvhold.manager.connection import Stage
 from kvhold.manager.limits import limits_document
 
@@ -14,17 +15,21 @@ if TYPE_CHECKING:
     from kvhold.manager.server import Server
 
 
+SPACES = 256
+"""Spaces that are told of, those with the most objects, beside how many there are."""
+
+
 def _ago(then: int | None, now: int) -> float | None:
     """Seconds since ``then``; None if that was never."""
     return None if then is None else max(0, now - then) / 1e9
 
 
-def _spaces(catalogue: Catalogue, now: int) -> list[dict[str, Any]]:
+def _spaces(catalogue: Catalogue, namespace: bytes, now: int) -> list[dict[str, Any]]:
     """What is stored for each (namespace, group), and how often what was asked for was there.
 
     ``idle_seconds`` ago any of it was stored or used last, ``oldest_seconds`` ago what DRAM will evict next of it.
     """
-    indexes = list(catalogue.indexes.values())
+    indexes = _largest(catalogue, namespace)
     return [
         {
             "namespace": index.namespace.name.hex(),
@@ -44,8 +49,8 @@ def _spaces(catalogue: Catalogue, now: int) -> list[dict[str, Any]]:
     ]
 
 
-def report(server: Server) -> dict[str, Any]:
-    """Plain data; sizes in bytes. ``accounts`` sum to ``arena.populated``."""
+def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
+    """Plain data; sizes in bytes. ``accounts`` sum to ``arena.populated``. ``spaces`` may be of one namespace alone."""
     core, now = server.core, time.monotonic_ns()
     return {
         "version": __version__,
@@ -83,7 +88,11 @@ def report(server: Server) -> dict[str, Any]:
         "objects_in_logs_only": core.catalogue.cold,
         "evicted": core.catalogue.evicted,
         "counters": dict(core.counters),
-        "spaces": _spaces(core.catalogue, now),
+        "messages": server.clients.handled,
+        "unfinished": server.core.unfinished_work,
+        "namespaces": len(core.catalogue.namespaces),
+        "spaces_known": len(core.catalogue.indexes),
+        "spaces": _spaces(core.catalogue, namespace, now),
         "instances": [
             {
                 "instance": attachment.instance,
@@ -108,7 +117,14 @@ def report(server: Server) -> dict[str, Any]:
                 "open": connection.stage is Stage.SESSION,
                 "since": connection.since,
             }
-            for connection in server.connections.values()
+            for connection in server.clients.connections.values()
             if connection.role and connection.role != "admin"
         ],
     }
+
+
+def _largest(catalogue: Catalogue, namespace: bytes) -> list[Index]:
+    """The spaces with the most objects, in the order in which they became known."""
+    owner = catalogue.namespaces.get(namespace)
+    spaces = list(catalogue.indexes.values()) if not namespace else list(owner.indexes.values()) if owner else []
+    return sorted(nlargest(SPACES, spaces, key=len), key=lambda index: index.id)

@@ -1,10 +1,9 @@
-"""The manager's loop: sockets and processes in, core events through, effects out. One thread touches the core."""
+"""The manager's loop: what clients say in, core events through, effects out. One thread touches the core."""
 
 import logging
 import os
 import queue
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -17,29 +16,36 @@ import msgspec
 from kvhold import protocol as wire
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.manager.clients import Clients
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.connection import Connection, Stage
 from kvhold.manager.limits import change_limits, changes_document, limits_document, object_bytes
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
-from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
+from kvhold.manager.poller import Poller
+from kvhold.manager.proof import UnknownPeer, peer_pidfd
 from kvhold.manager.report import report
 from kvhold.manager.ssd import Latecomer
 from kvhold.manager.store import Store
-from kvhold.manager.translate import MAY_SAY, event_of, message_of
+from kvhold.manager.translate import ANSWERS, LATER, MAY_SAY, QUESTIONS, event_of, message_of
 
 log = logging.getLogger(__name__)
 
-HELLO_SECONDS = 5.0
-"""A client that has not introduced itself by then is let go."""
-MAX_CLIENTS = 256
+TURN_SECONDS = 0.0005
+"""About how long clients are listened to in one turn of the loop, and about how long their work goes on."""
+UNFINISHED = 64
+"""Pieces of work of one client; until one is finished, nothing more that it says is handled."""
+TAKEN_BYTES = 4 << 20
+"""Bytes of what one client has said, of which anything is unfinished; with more, all has to be finished first."""
+UNSENT_BYTES = 256 << 10
+"""Bytes that wait for one client to read; until it has, its questions wait."""
+PURGES = 4
+"""Purges under way; further ones wait."""
 
 STORE_SECONDS = 3.0
 """How long a manager that ends goes on writing, and then again waits for what is under way at a disk."""
 DISK_SECONDS = 30.0
 """How long a purge or a flush may take; then whoever asked for it is told that the disks do not do it."""
-DRAIN_READS = 8
-"""Reads of one client before a deadline may pass; more wait for the next turn of the loop."""
 
 CALLS = 16
 """Calls from other threads in one turn of the loop."""
@@ -70,11 +76,10 @@ class Server:
         # The first engine's first request finds somewhere to publish.
         self.core.handle(ev.Populated(1), time.monotonic_ns())
         self.incarnation = secrets.randbits(62) + 1
-        self.connections: dict[int, Connection] = {}
         self.started = time.monotonic()
         self._tokens: dict[int, int] = {}  # token -> connection of a scheduler or worker session
-        self._selector = selectors.DefaultSelector()
-        self._next_id = 1
+        self._poller = Poller()
+        self.clients = Clients(self._poller, listener, self)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._recovering = threading.BoundedSemaphore(RECOVERING)
         self._waiting: dict[int, float] = {}  # by session that asked for what disks must do, until when
@@ -139,8 +144,8 @@ class Server:
             latecomer.start()
 
     def run(self) -> None:
-        self._selector.register(self.listener.socket, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        self.clients.listen()
+        self._poller.register(self._wake_read, self._woken)
         populating = threading.Thread(target=self._populate, name="kvhold-populate", daemon=True)
         populating.start()
         for number, store in self.stores.items():
@@ -150,19 +155,18 @@ class Server:
                 if self.config.starter_fd is not None and not self._starter and not self._engines():
                     log.info("the last engine is gone; so is this manager")
                     break
-                for key, mask in self._selector.select(self._patience()):
-                    key.data(mask)
-                if self.core.has_work:
-                    self._apply(self.core.step())
+                for told, mask in self._poller.poll(self._patience()):
+                    told(mask)
+                self.clients.take(TURN_SECONDS)
+                self._work()
                 self._tick()
                 self._end_waiting()
-                self._expire()
+                self.clients.expire()
         finally:
             self._stopping = True
             self._no_more.set()
             self.listener.close()
-            for connection in self.connections.values():
-                connection.close()
+            self.clients.close()
             populating.join(timeout=5)
             self._write_out()
             for store in self.stores.values():
@@ -182,13 +186,21 @@ class Server:
                     pass
 
     def _patience(self) -> float | None:
-        if self.core.has_work:
+        if self.core.has_work or self.clients.waiting:
             return 0
-        waiting = [c.deadline for c in self.connections.values() if c.stage in (Stage.PREAMBLE, Stage.HELLO)]
+        waiting = [] if self.clients.deadline is None else [self.clients.deadline]
         if (deadline := self.core.next_deadline) is not None:
             waiting.append(deadline / 1e9)
         waiting += self._waiting.values()
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+
+    def _work(self) -> None:
+        """Go on with what is not finished, a slice for each in its turn, for a while."""
+        end = time.monotonic() + TURN_SECONDS
+        while self.core.has_work:
+            self._apply(self.core.step())
+            if time.monotonic() >= end:
+                break
 
     def _handle(self, event: ev.Event) -> None:
         self._apply(self.core.handle(event, time.monotonic_ns()))
@@ -213,26 +225,13 @@ class Server:
         self._wake()
 
     def _tick(self) -> None:
-        """Let deadlines pass, but first take in all that was said before: it may have said that a restore began."""
+        """Let deadlines pass, but for those who have said more than was handled: it may be that a restore began."""
         deadline, now = self.core.next_deadline, time.monotonic_ns()
-        if deadline is None or deadline > now:
-            return
-        for connection in list(self.connections.values()):
-            for _ in range(DRAIN_READS):
-                if connection.stage is not Stage.SESSION or not self._read(connection):
-                    break
-            else:
-                return  # it says more than can be taken in now; the deadline comes again at once
-        self._apply(self.core.handle(ev.Tick(), now))
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for connection in list(self.connections.values()):
-            if connection.stage in (Stage.PREAMBLE, Stage.HELLO) and connection.deadline <= now:
-                self._refuse(connection, f"no introduction within {HELLO_SECONDS:g} s")
+        if deadline is not None and deadline <= now:
+            self._apply(self.core.handle(ev.Tick(self.clients.behind()), now))
 
     def _engines(self) -> bool:
-        return any(c.stage is Stage.SESSION and c.role != "admin" for c in self.connections.values())
+        return any(c.stage is Stage.SESSION and c.role != "admin" for c in self.clients.connections.values())
 
     def _woken(self, _: int) -> None:
         os.read(self._wake_read, 4096)
@@ -265,144 +264,65 @@ class Server:
             return set()
         watched = {lifeline.detach(), pidfd}
         for descriptor in watched:
-            self._selector.register(descriptor, selectors.EVENT_READ, self._starter_left)
+            self._poller.register(descriptor, self._starter_left)
         return watched
 
     def _starter_left(self, _: int) -> None:
         for descriptor in self._starter:
-            self._selector.unregister(descriptor)
+            self._poller.unregister(descriptor)
             os.close(descriptor)
         self._starter = set()
 
-    # --- connections --------------------------------------------------------------------------------------------
+    # --- clients ------------------------------------------------------------------------------------------------
 
-    def _accept(self, _: int) -> None:
-        try:
-            sock, _address = self.listener.socket.accept()
-        except OSError as error:
-            log.warning("cannot accept: %s", error)
-            return
-        sock.setblocking(False)
-        try:
-            if len(self.connections) >= MAX_CLIENTS:
-                raise UnknownPeer(f"{MAX_CLIENTS} clients are here already")
-            pid, pidfd = peer_pidfd(sock)
-        except UnknownPeer as error:
-            log.warning("client refused: %s", error)
-            try:
-                sock.send(wire.frame(wire.Refused(str(error))))
-            except OSError:
-                pass
-            sock.close()
-            return
-        connection = Connection(self._next_id, sock, pid, pidfd, time.monotonic() + HELLO_SECONDS)
-        self._next_id += 1
-        self.connections[connection.id] = connection
-        self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(connection))
+    def ready(self, connection: Connection, message: wire.ClientMessage) -> bool:
+        """Whether ``message`` can be begun now: its sender's work, and what waits for it to read, is bounded."""
+        unfinished = self.core.unfinished(connection.id)
+        if not unfinished:
+            connection.taken = 0
+        return not (
+            connection.owed
+            or unfinished >= UNFINISHED
+            or (unfinished and connection.taken + connection.size > TAKEN_BYTES)
+            or (connection.unsent > UNSENT_BYTES and isinstance(message, QUESTIONS))
+            or (self.core.purges >= PURGES and isinstance(message, wire.Purge))
+        )
 
-    def _ready(self, connection: Connection, mask: int) -> None:
-        # One poll may name a connection that an earlier event of the same poll has closed.
-        if mask & selectors.EVENT_WRITE:
-            self._flush(connection)
-        if mask & selectors.EVENT_READ and connection.stage is not Stage.CLOSED:
-            self._read(connection)
-
-    def _read(self, connection: Connection) -> bool:
-        """Handle what one read brings; whether there may be more."""
-        try:
-            bodies, more = connection.receive()
-            if bodies is None:
-                self._drop(connection)
-                return False
-            for body in bodies:
-                if connection.stage is Stage.CLOSED:
-                    return False
-                self._message(connection, _decode(body))
-            return more
-        except wire.ProtocolError as error:
-            self._refuse(connection, str(error))
-            return False
-
-    def _flush(self, connection: Connection) -> None:
-        if connection.stage is Stage.CLOSED:
-            return
-        events = selectors.EVENT_READ if connection.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
-        key = self._selector.get_key(connection.sock)
-        if key.events != events:
-            self._selector.modify(connection.sock, events, key.data)
-
-    def _send(self, connection: Connection, message: wire.ManagerMessage, descriptor: int | None = None) -> None:
-        if connection.stage is Stage.CLOSED:
-            return
-        try:
-            connection.send(message, descriptor)
-        except wire.ProtocolError as error:
-            log.warning("%s let go: %s", connection, error)
-            self._drop(connection)
-            return
-        self._flush(connection)
-
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        log.warning("%s refused: %s", connection, reason)
-        self._send(connection, wire.Refused(reason))
-        self._drop(connection)
-
-    def _drop(self, connection: Connection) -> None:
-        """Close a connection. What its process may still touch stays until that process is proved dead."""
-        if connection.stage is Stage.CLOSED:
-            return
-        self._selector.unregister(connection.sock)
-        connection.close_socket()
-        if connection.id not in self.core.sessions:
-            self._forget(connection)
-            return
-        if connection.said_bye:
-            how = ev.Gone.SAID
-        elif is_dead(connection.pidfd):
-            how = ev.Gone.DEAD
-        else:
-            how = ev.Gone.UNKNOWN
-        log.info("%s left%s", connection, "" if how is ev.Gone.SAID else f" ({how})")
+    def left(self, connection: Connection, dead: bool) -> None:
+        """A connection was closed, or its process is known to be dead now."""
+        how = ev.Gone.SAID if connection.said_bye else ev.Gone.DEAD if dead else ev.Gone.UNKNOWN
+        if connection.id in self.core.sessions:
+            what = "is dead" if connection.lost else "left" if how is ev.Gone.SAID else f"left ({how})"
+            log.info("%s %s", connection, what)
+            connection.lost = True
+        self._waiting.pop(connection.id, None)
         effects = self.core.handle(ev.Left(connection.id, how), time.monotonic_ns())
         if connection.id not in self.core.sessions:
             self._forget(connection)
         self._apply(effects)
 
-    def _died(self, connection: Connection) -> None:
-        if connection.id not in self.connections:
-            return
-        if connection.stage is not Stage.CLOSED:
-            self._read(connection)
-        if connection.stage is not Stage.CLOSED:
-            self._drop(connection)
-        if connection.id in self.connections:
-            log.info("%s is dead", connection)
-            effects = self.core.handle(ev.Left(connection.id, ev.Gone.DEAD), time.monotonic_ns())
-            self._forget(connection)
-            self._apply(effects)
-
     def _forget(self, connection: Connection) -> None:
-        del self.connections[connection.id]
+        self.clients.forget(connection)
         self._tokens = {token: id for token, id in self._tokens.items() if id != connection.id}
-        self._selector.unregister(connection.pidfd)
-        os.close(connection.pidfd)
 
     # --- messages and effects -----------------------------------------------------------------------------------
 
-    def _message(self, connection: Connection, message: wire.ClientMessage) -> None:
+    def said(self, connection: Connection, message: wire.ClientMessage) -> None:
+        """Begin what a client says. Raises ProtocolError."""
+        connection.taken += connection.size
         if not isinstance(message, MAY_SAY[connection.role]):
             raise wire.ProtocolError(f"a {connection.role or 'new'} session does not say {type(message).__name__}")
+        connection.owed = isinstance(message, LATER)
         match message:
             case wire.Hello():
                 self._hello(connection, message)
             case wire.Bye():
                 connection.said_bye = True
-                self._drop(connection)
+                self.clients.drop(connection)
             case wire.Retire(token):
                 self._retire(token)
-            case wire.Status():
-                self._send(connection, wire.StatusReply(msgspec.json.encode(report(self))))
+            case wire.Status(namespace):
+                self._send(connection, wire.StatusReply(msgspec.json.encode(report(self, namespace))))
             case wire.Purge(namespace, older):
                 if not 0 <= older < 1e9:
                     raise wire.ProtocolError(f"a purge of what is older than {older} s")
@@ -435,7 +355,7 @@ class Server:
         connection.engine, connection.step = hello.engine[:256], hello.step
         connection.report = hello.report
         connection.since = time.time()
-        connection.stage = Stage.SESSION
+        self.clients.introduced(connection)
         if hello.role == "admin":
             self._send(connection, wire.Welcome(self.incarnation, 0, self.memory.bytes))
             return
@@ -443,11 +363,10 @@ class Server:
         self._handle(joined)
 
     def _retire(self, token: int) -> None:
-        retired = self.connections.get(self._tokens.get(token, 0))
+        retired = self.clients.connections.get(self._tokens.get(token, 0))
         if retired is not None and retired.stage is Stage.CLOSED:
-            effects = self.core.handle(ev.Left(retired.id, ev.Gone.SAID), time.monotonic_ns())
-            self._forget(retired)
-            self._apply(effects)
+            retired.said_bye = True
+            self.left(retired, dead=False)
 
     def _end_waiting(self) -> None:
         """Whoever asked for what a disk does not do is told so, not kept waiting."""
@@ -455,15 +374,20 @@ class Server:
             if deadline <= time.monotonic():
                 self._ended(session, None)
 
+    def _send(self, connection: Connection, message: wire.ManagerMessage, descriptor: int | None = None) -> None:
+        if isinstance(message, ANSWERS):
+            connection.owed = False
+        self.clients.send(connection, message, descriptor)
+
     def _ended(self, session: int, answer: wire.Purged | wire.Flushed | None) -> None:
         """Answer who waits for disks; None: they failed or take too long."""
-        connection = self.connections.get(session)
+        connection = self.clients.connections.get(session)
         if self._waiting.pop(session, None) is None or connection is None:
             return
         if answer is not None:
             self._send(connection, answer)
         else:
-            self._refuse(connection, NOT_ON_DISK)
+            self.clients.refuse(connection, NOT_ON_DISK)
 
     def _welcome(self, connection: Connection) -> None:
         token = secrets.randbits(62) + 1
@@ -477,20 +401,21 @@ class Server:
             if isinstance(effect, ev.ToLog):
                 self.stores[effect.log].submit(effect)
                 continue
-            connection = self.connections.get(effect.session)
+            connection = self.clients.connections.get(effect.session)
             if connection is None:
                 continue
             match effect:
                 case ev.Accept():
                     self._welcome(connection)
                 case ev.Refuse():
-                    self._refuse(connection, effect.reason)
+                    self.clients.refuse(connection, effect.reason)
                 case ev.Part():
                     log.info("%s parts: %s", connection, effect.reason)
-                    self._drop(connection)
+                    self.clients.drop(connection)
                 case ev.Ready():
                     log.info("instance %s is served", connection.instance)
-                    workers = [self.connections[one] for one in effect.workers if one in self.connections]
+                    clients = self.clients.connections
+                    workers = [clients[one] for one in effect.workers if one in clients]
                     self._send(connection, wire.Ready(tuple(worker.report for worker in workers)))
                     for worker in workers:
                         self._send(worker, wire.Settled(connection.step))
@@ -499,7 +424,7 @@ class Server:
                     log.warning("%s: restore of operation %s takes longer than %d s", connection, name, seconds)
                 case ev.Purged(session, durable, objects, size):
                     if durable and self.latecomers and self._waiting.pop(session, None) is not None:
-                        self._refuse(connection, _not_reached(self.latecomers))
+                        self.clients.refuse(connection, _not_reached(self.latecomers))
                     self._ended(session, wire.Purged(objects, size) if durable else None)
                 case ev.Flushed(session, durable):
                     told = wire.Flushed(self.core.objects, self.core.catalogue.in_logs, len(self.stores))
@@ -516,10 +441,3 @@ def _not_reached(latecomers: Sequence[Latecomer]) -> str:
         f"it is purged here, but not in {paths}, which this manager could not open: what that has is found again once "
         "a manager opens it; purge again then, or remove it"
     )
-
-
-def _decode(body: bytes) -> wire.ClientMessage:
-    try:
-        return wire.FROM_CLIENT.decode(body)
-    except msgspec.DecodeError as error:
-        raise wire.ProtocolError(f"malformed message: {error}") from None

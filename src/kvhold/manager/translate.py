@@ -32,6 +32,27 @@ MAY_SAY: dict[str, tuple[type, ...]] = {
 }
 """What each role may say; who has no role yet introduces itself."""
 
+QUESTIONS = (
+    wire.Open,
+    wire.Query,
+    wire.Lookup,
+    wire.Prepare,
+    wire.Status,
+    wire.Purge,
+    wire.Flush,
+    wire.Explain,
+    wire.List,
+    wire.Configure,
+)
+"""What is answered: it is of no use to who is gone, and waits while former answers wait to be read."""
+LATER, ANSWERS = (
+    (wire.Purge, wire.Flush, wire.Explain, wire.List),
+    (wire.Purged, wire.Flushed, wire.Explained, wire.Listed),
+)
+"""An operator's questions that take time, and their answers: there is one at a time."""
+MAX_STARTED = 256
+"""Operations in one message of restores that have begun: it is handled as a whole."""
+
 
 def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
     """The core event of a session's message. Raises ProtocolError where packed fields do not fit each other."""
@@ -57,7 +78,7 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
                 raise wire.ProtocolError(f"hit cut at block {position} by a key of {len(key)} bytes")
             return ev.Cut(session, op, space, key, position)
         case wire.Started(ops):
-            _check_count(len(ops))
+            _check_count(len(ops), MAX_STARTED)
             return ev.Started(session, ops)
         case wire.Spoiled(op):
             return ev.Spoiled(session, op)
@@ -140,8 +161,8 @@ def _check_numbers(*numbers: int) -> None:
         raise wire.ProtocolError(f"numbers out of range: {numbers}")
 
 
-def _check_count(count: int) -> None:
-    if count > ev.MAX_QUERY_KEYS:
+def _check_count(count: int, most: int = ev.MAX_QUERY_KEYS) -> None:
+    if count > most:
         raise wire.ProtocolError(f"{count} operations in one message")
 
 

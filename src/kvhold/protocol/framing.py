@@ -54,7 +54,7 @@ def check_preamble(data: bytes) -> None:
 
 
 class FrameReader:
-    """Collects bytes and yields the bodies of complete frames; holds at most one frame and one read."""
+    """Collects bytes, as they come, and gives the bodies of complete frames. Raises ProtocolError for one too long."""
 
     __slots__ = ("_buffer", "_limit")
 
@@ -62,18 +62,39 @@ class FrameReader:
         self._buffer = bytearray()
         self._limit = limit
 
-    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Yield each body that ``data`` completes. Raises ProtocolError for a frame over the limit."""
+    def add(self, data: bytes | memoryview) -> None:
         self._buffer += data
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > self._limit:
-                raise ProtocolError(f"frame of {length} bytes, at most {self._limit} are allowed")
-            end = start + _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            body = bytes(memoryview(self._buffer)[start + _LENGTH.size : end])
-            start = end
+
+    @property
+    def held(self) -> int:
+        """Bytes that were added and not taken."""
+        return len(self._buffer)
+
+    def _end(self) -> int:
+        """Where the first frame ends; beyond what is here, if its rest or its length is not."""
+        if len(self._buffer) < _LENGTH.size:
+            return _LENGTH.size
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self._limit:
+            raise ProtocolError(f"frame of {length} bytes, at most {self._limit} are allowed")
+        return _LENGTH.size + int(length)
+
+    @property
+    def complete(self) -> bool:
+        """Whether :meth:`take` has a frame to give."""
+        return self._end() <= len(self._buffer)
+
+    def take(self) -> bytes | None:
+        """The body of the first frame, if all of it is here."""
+        end = self._end()
+        if end > len(self._buffer):
+            return None
+        body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
+        del self._buffer[:end]
+        return body
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Yield each body that ``data`` completes."""
+        self.add(data)
+        while (body := self.take()) is not None:
             yield body
-        del self._buffer[:start]

@@ -118,7 +118,9 @@ class Bye(_Message):
 
 
 class Status(_Message):
-    """Admin: where every byte is, who is attached, and the counters."""
+    """Admin: where every byte is, who is attached, the counters, and the largest spaces: of all, or a namespace's."""
+
+    namespace: bytes = b""
 
 
 class Purge(_Message):
