@@ -346,6 +346,25 @@ def changed_truth(model: Path) -> list[Output]:
         return [generate(llm, [each])[0] for each in PROMPTS]
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by their files"])
+def test_a_second_download_of_the_same_weights(llama_dir: Path, tmp_path: Path, manager: Manager, named: bool) -> None:
+    """Files with other times are other weights, unless the operator says what they are."""
+    settings = {"weights_id": "tiny-llama@1"} if named else {}
+    with serving(llama_dir, manager, settings=settings) as llm:
+        expected = generate(llm, PROMPTS)
+        stored(llm, manager, 24)
+    again = tmp_path / "again"
+    shutil.copytree(llama_dir, again)
+    (again / "model.safetensors").touch()
+    with serving(again, manager, settings=settings) as llm:
+        outputs = generate(llm, PROMPTS)
+        assert outputs == expected
+        assert cached(outputs) == [384 if named else 0] * 2
+    if named:
+        with serving(again, manager, settings={"weights_id": "tiny-llama@2"}) as llm:
+            assert cached(generate(llm, PROMPTS)) == [0, 0]
+
+
 def test_weights_that_change_in_a_running_engine(llama_dir: Path, manager: Manager) -> None:
     old, new = reference(llama_dir, PROMPTS), changed_truth(llama_dir)
     assert old != new
@@ -570,8 +589,9 @@ def test_images_are_part_of_the_identity_from_their_block_on(llama_dir: Path, ma
             assert not set(other[same:]) & set(cat[same:])
 
 
-def identity_of(folder: Path, load_format: str = "auto", elsewhere: str = "") -> str:
-    return weights_identity(SimpleNamespace(model=str(folder), revision=None, model_weights=elsewhere), load_format)  # type: ignore[arg-type]
+def identity_of(folder: Path, load_format: str = "auto", elsewhere: str = "", named: str | None = None) -> str:
+    model: Any = SimpleNamespace(model=str(folder), revision=None, model_weights=elsewhere)
+    return weights_identity(model, load_format, named)
 
 
 def test_weights_that_are_not_the_folders_are_nobodys(llama_dir: Path) -> None:
@@ -581,6 +601,9 @@ def test_weights_that_are_not_the_folders_are_nobodys(llama_dir: Path) -> None:
     for load_format in ("tensorizer", "runai_streamer", "sharded_state", "ipc_cache", "modelexpress", "a_plugins_own"):
         assert identity_of(llama_dir, load_format) == PRIVATE
     assert identity_of(llama_dir, "auto", "s3://bucket/other") == PRIVATE
+    named = identity_of(llama_dir, "auto", "s3://bucket/other", "llama@1")
+    assert named == identity_of(llama_dir, "runai_streamer", named="llama@1") != identity_of(llama_dir, named="private")
+    assert PRIVATE not in (named, identity_of(llama_dir, named=PRIVATE))
 
 
 def test_code_alone_is_no_weights(tmp_path: Path) -> None:

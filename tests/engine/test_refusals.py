@@ -65,6 +65,7 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
         ({"socket": "relative.sock"}, "'socket' has the value 'relative.sock', which is not an absolute path"),
         ({"socket": "/" + "x" * 107}, "'socket' has the value '/x+', which is longer than 107 bytes; choose a shorter"),
         ({"socket": "/" + "ü" * 54}, "'socket' .* longer than 107 bytes"),
+        ({"weights_id": ""}, "'weights_id' has the value '', which names no weights; give a text or leave it out"),
         ({"socket": "/a.sock", "dram": "1GiB"}, "'dram'.*cannot go with 'socket'"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

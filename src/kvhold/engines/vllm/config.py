@@ -15,6 +15,7 @@ _WRITTEN = {
     "huge_pages": "true or false",
     "ssd": 'a directory and a size like "/var/cache/kvhold:500GiB"',
     "epoch": 'a text like "step-1200"',
+    "weights_id": 'a text like "llama-3-70b-instruct@5c1b"',
     "save_decode_cache": "true or false",
     "step_budget_ms": "milliseconds like 1.0",
     "answer_deadline_ms": "milliseconds like 30.0",
@@ -36,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A directory of the engine's own manager and its size, e.g. ``/var/cache/kvhold:500GiB``; outlives restarts."""
     epoch: str | None = None
     """Whatever stands for the weights' age where their files do not, e.g. ``step-1200``: engines share within one."""
+    weights_id: str | None = None
+    """A name that stands for the weights in place of their files' names, sizes and times. Others need another."""
     save_decode_cache: bool = False
     """Also keep blocks that were filled by generated tokens, not by the prompt alone."""
     step_budget_ms: float = 1.0
@@ -73,6 +76,8 @@ def load_settings(extra: dict[str, Any]) -> Settings:
         _check_named(settings.socket, settings)
     else:
         _check_own(settings)
+    if settings.weights_id == "":
+        raise _wrong("weights_id", "", ", which names no weights; give a text or leave it out")
     for name in ("step_budget_ms", "answer_deadline_ms", "read_deadline_ms"):
         value = getattr(settings, name)
         if not 0 <= value <= 60_000:

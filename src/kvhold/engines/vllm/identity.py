@@ -52,17 +52,18 @@ def describe(
     groups: Sequence[Group],
     layouts: Sequence[PagedLayout],
     replicas: int,
+    weights_id: str | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What makes KV incompatible, as plain data: equal on all ranks of an engine; and on those of a pipeline stage.
 
-    ``replicas`` ranks in a row hold the same.
+    ``replicas`` ranks in a row hold the same. ``weights_id`` is the operator's word on all weights, if there is one.
     """
     model, kv, parallel = config.model_config, config.cache_config, config.parallel_config
     layers = config.compilation_config.static_forward_context
     common = {
         "kvhold_layout": LAYOUT_VERSION,
         "engine": f"vllm {vllm_version}",
-        "weights": weights_identity(model, config.load_config.load_format),
+        "weights": weights_identity(model, config.load_config.load_format, weights_id),
         "model_config": _model_config(model),
         "dtype": str(model.dtype),
         "quantization": [repr(model.quantization), repr(model.quantization_config)],
@@ -70,7 +71,7 @@ def describe(
         "implementation": [repr(model.model_impl), repr(model.model_class_overrides), repr(model.code_revision)],
         "processor": _processor(config),
         "positions": _positions(model),
-        "drafter": _drafter(config),
+        "drafter": _drafter(config, weights_id),
         "kv_layout": repr(cache.kv_cache_layout),
         "kv_dtype": _kv_dtypes(config),
         "mamba": [str(getattr(kv, name, "")) for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")],
@@ -122,7 +123,7 @@ def keeps_drafts(config: "VllmConfig") -> bool:
     return config.speculative_config is not None and config.speculative_config.method not in _WITHOUT_KV
 
 
-def _drafter(config: "VllmConfig") -> list[str]:
+def _drafter(config: "VllmConfig", weights_id: str | None) -> list[str]:
     """The model whose guesses are checked, where its KV is kept with the target's."""
     speculative = config.speculative_config
     if speculative is None or not keeps_drafts(config):
@@ -131,7 +132,7 @@ def _drafter(config: "VllmConfig") -> list[str]:
     if model is None:
         return [str(speculative.method)]
     described = json.dumps(_model_config(model), sort_keys=True)
-    return [str(speculative.method), weights_identity(model, config.load_config.load_format), described]
+    return [str(speculative.method), weights_identity(model, config.load_config.load_format, weights_id), described]
 
 
 def digest(identity: dict[str, Any]) -> bytes:
@@ -166,8 +167,13 @@ def hashes_are_private(hash_algorithm: str) -> bool:
     return hash_algorithm in _RANDOM_HASHES and "PYTHONHASHSEED" not in os.environ
 
 
-def weights_identity(model: "ModelConfig", load_format: object) -> str:
-    """A string that differs for other weights. Weights that cannot be identified are shared with nobody."""
+def weights_identity(model: "ModelConfig", load_format: object, named: str | None) -> str:
+    """A string that differs for other weights. Weights that cannot be identified are shared with nobody.
+
+    Those that the operator has ``named`` are not looked at.
+    """
+    if named is not None:
+        return f"named {hashlib.sha256(named.encode()).hexdigest()}"
     kind = str(getattr(load_format, "value", load_format))
     if kind == "dummy":
         return "dummy"  # vLLM makes them from a fixed seed and the model's configuration

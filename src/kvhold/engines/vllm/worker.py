@@ -71,6 +71,7 @@ class WorkerHalf:
         parallel = config.parallel_config
         self._world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._rank = parallel.rank % self._world
+        self._weights_id = settings.weights_id
         self._groups = kept_groups(config, cache)
         self._failed_blocks: set[int] = set()
         self.stats = KvHoldStats()
@@ -154,7 +155,7 @@ class WorkerHalf:
         self._caches = caches
         layouts = self._read_layouts()
         same = replicas(self._config, self._cache)
-        common, stage = identity.describe(self._config, self._cache, self._groups, layouts, same)
+        common, stage = identity.describe(self._config, self._cache, self._groups, layouts, same, self._weights_id)
         self._copier = make_copier(layouts)
         self._registered = True
         tensor_parallel = self._config.parallel_config.tensor_parallel_size
@@ -173,7 +174,7 @@ class WorkerHalf:
             identity.digest(stage),
             sizes,
             identity.is_private(common),
-            f"{kinds}, weights {common['weights'][:16]}",
+            f"{kinds}, weights {common['weights'][:22]}",
         )
         self._keeper.start(_FIRST_ATTACH_SECONDS)
 
