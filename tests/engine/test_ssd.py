@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bed import generate, prompt
+from bed import generate, prompt, reference, settle
 from engine_process import EngineProcess, packed
-from kvhold_bed import connect, serving, status, until
+from families import FAMILIES, weights
+from kvhold_bed import connect, counting, serving, status, until, warm_up
 from manager_process import Manager, all_written
+from prometheus_client import REGISTRY
 
 PROMPTS = [prompt(400, seed) for seed in range(40, 44)]
 BLOCK = 32
+FAMILY = {family.name: family for family in FAMILIES}
+FAULTY = Path(__file__).parents[1] / "process" / "ssd_faulty.py"
 WHOLE = [(len(tokens) - 1) // BLOCK * BLOCK for tokens in PROMPTS]
 
 
@@ -58,6 +62,74 @@ def test_the_first_request_after_everything_was_killed_comes_from_ssd(llama_dir:
     counters = status(manager.socket)["counters"]
     assert counters["keys_read"] * BLOCK == sum(WHOLE)
     assert "read_failed" not in counters
+
+
+def cached_by_source() -> dict[str, float]:
+    """Tokens that this process's engine has counted as cached, by where they were."""
+    return {
+        sample.labels["source"]: sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:prompt_tokens_cached_by_source_total" and sample.value
+    }
+
+
+def test_hits_are_labelled_by_where_they_were(llama_dir: Path, manager: Manager) -> None:
+    """A prompt of which the first blocks are in DRAM and the others on SSD is a hit in both."""
+    with serving(llama_dir, manager, disable_log_stats=False) as llm:
+        generate(llm, PROMPTS)
+        until(lambda: written(manager), "all is in the log")
+        manager.restart()
+        until(lambda: recovered(manager), "the index is rebuilt")
+        warm_up(llm)
+        before = cached_by_source()
+        for tokens in (PROMPTS[0][:200], PROMPTS[0], PROMPTS[0]):
+            assert llm.reset_prefix_cache()
+            generate(llm, [tokens])
+        settle(llm)
+        added = {source: count - before.get(source, 0) for source, count in cached_by_source().items()}
+        assert added == {"disk": 192 + (384 - 192), "host": 192 + 384}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "falcon_h1"])
+def test_a_hit_over_several_groups_is_what_has_arrived_when_time_is_up(
+    short_folder: Path, tmp_path: Path, name: str
+) -> None:
+    """The beginning is in DRAM, the disk does not give the rest: it used to be all or nothing."""
+    family, faults = FAMILY[name], tmp_path / "faults"
+    faults.mkdir()
+    short, long = prompt(200, 1), prompt(333, 1)
+    manager = Manager(short_folder, "--ssd", f"{tmp_path}/ssd:256MiB", dram="64MiB", program=(str(FAULTY), str(faults)))
+    try:
+        with weights():
+            folder = family.write(tmp_path)
+            expected = reference(folder, [short, long], **family.options)
+            settings = {"read_deadline_ms": 300}
+            with serving(folder, manager, settings=settings, **family.options) as llm, counting() as counts:
+                for tokens in (short, long):
+                    generate(llm, [tokens])
+                    settle(llm)
+                until(lambda: written(manager), "all is in the log")
+                manager.restart()
+                until(lambda: recovered(manager), "the index is rebuilt")
+                warm_up(llm)
+                assert llm.reset_prefix_cache()
+                [beginning] = generate(llm, [short])
+                assert beginning == expected[0]
+                assert beginning.cached > 0
+                (faults / "block-read").touch()
+                for reason in ("deadline", "out_of_service"):
+                    while not counts[f"tokens_missed_{reason}"]:
+                        settle(llm)
+                        assert llm.reset_prefix_cache()
+                        [output] = generate(llm, [long])
+                        assert output == expected[1]
+                        assert output.cached == beginning.cached
+                (faults / "block-read").unlink()
+                assert counts["load_failures"] == 0
+    finally:
+        print(manager.log_tail())
+        manager.kill()
 
 
 def test_a_damaged_disk_is_a_miss(llama_dir: Path, manager: Manager, ssd: Path) -> None:

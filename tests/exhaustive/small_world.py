@@ -63,6 +63,7 @@ LIMITS = Limits(
     read_bytes=UNIT,
     write_batch=HEADER + UNIT,
     answer_ns=2,
+    hung_ns=2,
     lease_ns=5,
     stall_ns=11,
     retry_ns=3,

@@ -79,6 +79,7 @@ def run(config: ManagerConfig, serve=process.run) -> int:  # type: ignore[no-unt
     limits = replace(
         config.limits,
         answer_ns=int(ANSWER_SECONDS * 1e9),
+        hung_ns=int(ANSWER_SECONDS * 1e9),
         retry_ns=int(RETRY_SECONDS * 1e9),
         write_batch=WRITE_BATCH,
     )

@@ -159,6 +159,7 @@ SCHEDULERS = [
     wire.Lookup(1, ()),
     wire.Prepare(1, 1, ()),
     wire.Cut(1, 1, KEY, 0),
+    wire.Hurry(1, 1),
     wire.Started((1,)),
     wire.Spoiled(1),
     wire.Release(((1, 1),)),

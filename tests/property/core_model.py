@@ -4,6 +4,7 @@ It never asks what the core remembers, but for one thing: which objects are know
 evicted is the core's choice; the model knows what must not go, and what lies in each slot of the arena.
 """
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
@@ -41,6 +42,7 @@ LIMITS = {
     "write_rate": 0,
     "second_touch": False,
     "answer_ns": 50,
+    "hung_ns": 50,
     "lease_ns": 90,
     "hear_ns": 10,
     "stall_ns": 120,
@@ -109,6 +111,8 @@ class Asked:
     extends: bool = False
     crowded: bool = False  # there were too many questions, or answers
     waits: bool = False
+    read: set[Name] = field(default_factory=set)  # from a log, since it was asked
+    awaited: set[Name] = field(default_factory=set)  # of those, what it was told to wait for
     answered: int | None = None  # when
     started: int | None = None
     stalled: bool = False
@@ -180,6 +184,7 @@ class CoreModel:
         self.condemned: set[Name] = set()  # what a purge or a quarantine under way may take
         self.purging: set[bytes] = set()  # namespaces; what is stored meanwhile into slots granted before may go too
         self.doomed: set[Name] = set()  # what it must take: all of that but what was stored again
+        self.reading: dict[int, list[Name]] = {}  # by I/O
         self.ending: set[Name] = set()  # chosen by operations whose end may still be under way
         self.unrecovered: set[Name] = set()  # what is in a log but must not come back
         self.sizes: dict[tuple[bytes, int], int] = {}
@@ -219,6 +224,11 @@ class CoreModel:
         """
         fresh = fresh or {}
         before = self.before()
+        if isinstance(event, ev.Done) and event.io in self.reading:
+            names = [name for at, name in enumerate(self.reading.pop(event.io)) if at not in event.failed]
+            for one in [one for engine in self.engines for one in engine.asked.values() if one.answered is None]:
+                one.read.update(names)
+                one.awaited.update(names if one.waits else ())
         if event is None:
             self.log.append((None, self.now))
             effects = self.core.step()
@@ -252,6 +262,7 @@ class CoreModel:
         if isinstance(effect, ev.Read):
             wanted = {name for engine in self.engines for one in engine.asked.values() for name in one.chosen}
             assert {name_of(stored) for stored in effect.objects} <= wanted | self.ending, "nobody asked for that"
+            self.reading[effect.io] = [name_of(stored) for stored in effect.objects]
         if isinstance(effect, get_args(ev.ToLog)):
             self.disk.take(effect)  # type: ignore[arg-type]
             if isinstance(effect, ev.Read | ev.Write):
@@ -442,6 +453,9 @@ class CoreModel:
         assert len(offsets) == len(leased)
         for name, offset in zip(leased, offsets, strict=True):
             assert self.content.get(offset) == name, "wrong bytes"
+        read = [leased[position] for position in array("I", answer.read)]
+        assert len(set(read)) == len(read)
+        assert one.awaited & set(leased) <= set(read) <= one.read | (set(leased) if one.extends else set())
         pieces = [Piece(name, offset, self.sizes[name[:2]]) for name, offset in zip(leased, offsets, strict=True)]
         if one.pieces:
             assert pieces[: len(one.pieces)] == one.pieces[: len(pieces)], "an extension keeps what it extends"

@@ -285,6 +285,19 @@ class Questions(Engines):
         else:
             assert said(self.do(event)) == []
 
+    @precondition(lambda self: any(engine.asked for engine in self.speakers()))
+    @rule(number=small, which=small, older=rarely)
+    def hurry(self, number: int, which: int, older: bool) -> None:
+        """What waits for reads is answered at once; nothing else is said to anybody."""
+        holders = [engine for engine in self.speakers() if engine.asked]
+        engine = holders[number % len(holders)]
+        op = sorted(engine.asked)[which % len(engine.asked)]
+        one = engine.asked[op]
+        waits = one.waits and one.answered is None and not older and not engine.broken
+        told = self.do(ev.Hurry(engine.scheduler.id, op, one.revision - older))
+        answers = [(told.session, told.op) for told in told if isinstance(told, ev.Answer)]
+        assert answers == ([(engine.scheduler.id, op)] if waits else [])
+
     # --- what follows an answer ---------------------------------------------------------------------------------
 
     @precondition(lambda self: any(engine.asked for engine in self.speakers()))

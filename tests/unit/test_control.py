@@ -65,8 +65,15 @@ def test_an_answer_that_waits_for_a_disk_has_more_time(clock: list[float]) -> No
     asking.pump()
     assert asking.reading(ticket)
     clock[0] += 2.0
+    assert asking.answer(ticket) is None
     assert not asking.overdue(ticket)
-    clock[0] += 1.5
+    assert not [message for message in line.sent if isinstance(message, wire.Hurry)]
+    clock[0] += 1.0
+    for _ in range(2):  # it is asked for what is there, once, and has as long to say so as for any other answer
+        assert asking.answer(ticket) is None
+        assert [m for m in line.sent if isinstance(m, wire.Hurry)] == [wire.Hurry(ticket.op, ticket.revision)]
+        assert not asking.overdue(ticket)
+    clock[0] += 0.05
     assert asking.overdue(ticket)
 
 

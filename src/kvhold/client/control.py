@@ -57,6 +57,7 @@ class _Asked:
     tiers: tuple[bytes, ...] | None = None  # the answer to a look
     looks: bool = False  # and holds nothing
     waiting: bool = False  # for a disk, says the manager
+    hurried: bool = False  # it was asked for what is there
     expired: bool = False
 
     @property
@@ -316,6 +317,10 @@ class Control:
 
     def _await(self, asked: _Asked, patient: bool) -> None:
         self.pump()
+        ticket = asked.ticket
+        if asked.waiting and not asked.hurried and time.monotonic() - ticket.since >= self._read_seconds:
+            asked.hurried = True
+            self._send(wire.Hurry(ticket.op, ticket.revision))
         if not patient or self.silent:
             return
         while not asked.answered and not asked.waiting and self._asked and self._left > 0:
@@ -338,7 +343,7 @@ class Control:
             return True
         age = time.monotonic() - ticket.since
         if asked.waiting and not self.silent:
-            return age >= self._read_seconds
+            return age >= self._read_seconds + self._answer_seconds
         if age < self._answer_seconds and not self.silent:
             return False
         self._fall_silent()

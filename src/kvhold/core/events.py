@@ -183,6 +183,15 @@ class Cut:
 
 
 @dataclass(slots=True, frozen=True)
+class Hurry:
+    """Answer this revision of ``op`` with what is there now, if it still waits for reads."""
+
+    session: int
+    op: int
+    revision: int
+
+
+@dataclass(slots=True, frozen=True)
 class Started:
     """Restores of these answered operations have been handed to workers: only their owner's word ends them now."""
 
@@ -353,6 +362,7 @@ Event = (
     | Lookup
     | Prepare
     | Cut
+    | Hurry
     | Started
     | Spoiled
     | Release
@@ -409,7 +419,8 @@ class Opened:
 class Answer:
     """``resident`` leading keys are here; ``offsets`` of those from ``skip`` on are leased under ``op``.
 
-    To a :class:`Prepare`, the offsets of all of its keys, part by part, or none.
+    To a :class:`Prepare`, the offsets of all of its keys, part by part, or none. ``read`` are the positions among the
+    offsets, as 32-bit integers, of what had to be waited for until it was read from a log.
     """
 
     session: int
@@ -418,6 +429,7 @@ class Answer:
     resident: int
     offsets: bytes
     reason: Reason
+    read: bytes = b""
 
 
 @dataclass(slots=True, frozen=True)

@@ -52,8 +52,10 @@ class Limits:
     """Bytes a second written to each log; 0 is no limit."""
     second_touch: bool = False
     """Write an object only when it is stored for the second time."""
-    answer_ns: int = 2 * SECOND
-    """How long an answer may wait for reads; then what is there is the answer."""
+    answer_ns: int = 30 * SECOND
+    """How long an answer may wait for reads; then what is there is the answer. Clients ask for that long before."""
+    hung_ns: int = 2 * SECOND
+    """A log that takes longer for a read is not waited for any more until it has ended."""
     lease_ns: int = 60 * SECOND
     """How long an answered lease is kept for a restore to start. Clients give up after a fraction of it."""
     hear_ns: int = SECOND

@@ -5,6 +5,7 @@ up by its owner's word, by a newer revision, with its owner's death, or, as long
 by time.
 """
 
+from array import array
 from collections.abc import Sequence
 
 from kvhold.core import events as ev
@@ -442,7 +443,7 @@ class Queries:
         operation.reason = reason
         counters["keys_asked"] += operation.asked
         counters["keys_resident"] += resident
-        read = set(operation.read)
+        read, positions = set(operation.read), array("I")
         for one in operation.parts:
             one.index.asked += one.asked
             if resident:
@@ -450,6 +451,9 @@ class Queries:
                 from_logs = sum(row in read for row in one.rows) if read else 0
                 one.index.read += from_logs
                 counters["keys_read"] += from_logs
+        if read and resident:
+            leased = (row for one in operation.parts for row in one.leased)
+            positions.extend(at for at, row in enumerate(leased) if row in read)
         if reason:
             counters[f"keys_{reason}"] += operation.asked - resident
             self._note(operation, Kind.MISSED, _REASONS.index(reason))
@@ -462,7 +466,7 @@ class Queries:
             self._leases.begin(operation, self._common.now)
         else:
             effects += self._end(operation, None)
-        return [*departed, ev.Answer(*name, resident, offsets.tobytes(), reason), *effects]
+        return [*departed, ev.Answer(*name, resident, offsets.tobytes(), reason, positions.tobytes()), *effects]
 
     def _cut(self, operation: Operation) -> int | None:
         """The first position of a chain (of an exact question: 0) that did not or will not come; None if all did."""
@@ -485,6 +489,13 @@ class Queries:
         return _name(part.index, cut, key) if key else None
 
     # --- ends ---------------------------------------------------------------------------------------------------
+
+    def hurry(self, event: ev.Hurry) -> list[Effect]:
+        attachment = self._common.speaker(event.session)
+        operation = attachment.operations.get(event.op) if attachment is not None else None
+        if operation is None or operation.revision != event.revision or operation.phase is not Phase.WAITING:
+            return []
+        return self._conclude(operation, operation.reason)
 
     def release(self, event: ev.Release) -> Work:
         session = self._common.sessions.get(event.session)

@@ -39,7 +39,7 @@ class Reads:
 
     def in_service(self, row: int) -> bool:
         device = self._devices.devices[unpack(self._common.catalogue.place[row])[0]]
-        now, patience = self._common.now, self._common.limits.answer_ns
+        now, patience = self._common.now, self._common.limits.hung_ns
         return device.hangs_since(now, patience) is None and now >= device.reads_again
 
     def read(self, row: int) -> None:

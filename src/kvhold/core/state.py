@@ -86,6 +86,8 @@ class Core:
                 return self.queries.tick(event)
             case ev.Return():
                 return self.credits.give_back(event)
+            case ev.Hurry():
+                return self.queries.hurry(event)
             case ev.Lookup():
                 return common.start(self.queries.lookup(event), event.session, question=True)
             case ev.Prepare():

@@ -71,7 +71,7 @@ def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
                 "ready": device.ready,
                 "out_of_use": {
                     direction: {"why": why, "seconds": _ago(since, now)}
-                    for direction, (why, since) in device.out_of_use(now, core.common.limits.answer_ns).items()
+                    for direction, (why, since) in device.out_of_use(now, core.common.limits.hung_ns).items()
                 },
                 "oldest_seconds": _ago(min((s.born for s in device.log.sealed if s.live), default=None), now),
                 **(server.stores[number].report() if number in server.stores else {}),

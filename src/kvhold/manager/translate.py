@@ -19,6 +19,7 @@ MAY_SAY: dict[str, tuple[type, ...]] = {
         wire.Lookup,
         wire.Prepare,
         wire.Cut,
+        wire.Hurry,
         wire.Started,
         wire.Spoiled,
         wire.Release,
@@ -77,6 +78,9 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
             if not 0 < len(key) <= MAX_KEY_BYTES or not 0 <= position < MAX_NUMBER:
                 raise wire.ProtocolError(f"hit cut at block {position} by a key of {len(key)} bytes")
             return ev.Cut(session, op, space, key, position)
+        case wire.Hurry(op, revision):
+            _check_numbers(op, revision)
+            return ev.Hurry(session, op, revision)
         case wire.Started(ops):
             _check_count(len(ops), MAX_STARTED)
             return ev.Started(session, ops)
@@ -121,8 +125,8 @@ def message_of(effect: ev.ToSession) -> wire.ManagerMessage:
     match effect:
         case ev.Opened(_, space, credit, note):
             return wire.Opened(space, credit, note)
-        case ev.Answer(_, op, revision, resident, offsets, reason):
-            return wire.Answer(op, revision, resident, offsets, reason)
+        case ev.Answer(_, op, revision, resident, offsets, reason, read):
+            return wire.Answer(op, revision, resident, offsets, reason, read)
         case ev.Waiting(_, op, revision, objects):
             return wire.Waiting(op, revision, objects)
         case ev.Residency(_, op, tiers):

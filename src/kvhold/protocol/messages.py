@@ -86,6 +86,11 @@ class Cut(_Message):
     position: int
 
 
+class Hurry(_Message):
+    op: int
+    revision: int
+
+
 class Started(_Message):
     ops: tuple[int, ...]
 
@@ -167,6 +172,7 @@ ClientMessage = (
     | Lookup
     | Prepare
     | Cut
+    | Hurry
     | Started
     | Spoiled
     | Release
@@ -225,6 +231,7 @@ class Answer(_Message):
     resident: int
     offsets: bytes
     reason: str
+    read: bytes = b""
 
 
 class Waiting(_Message):

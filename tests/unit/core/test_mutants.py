@@ -10,7 +10,7 @@ from kvhold.core.events import Reason
 from kvhold.core.limits import Limits
 from kvhold.core.segments import HEADER, Log
 
-LIMITS = Limits(answer_ns=1000, lease_ns=2000, stall_ns=3000, retry_ns=4000)
+LIMITS = Limits(answer_ns=1000, hung_ns=1000, lease_ns=2000, stall_ns=3000, retry_ns=4000)
 
 
 def logged(segments: int = 4, records: int = 4, pages: int = 4) -> tuple[World, Engine]:

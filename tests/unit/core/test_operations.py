@@ -601,7 +601,7 @@ class TestExplain:
         engine = world.engine()
         world.settle(engine.query_event(keys, op=7))
         assert self.explain(world) == ""
-        world.tick(after=3 * SECOND)
+        world.settle(ev.Hurry(engine.scheduler, 7, 1))
         assert f"for the reason deadline (revision 1), at key ...{keys[0].hex()}, position 0" in self.explain(world)
 
     def test_what_was_too_much_lacked_no_key(self):

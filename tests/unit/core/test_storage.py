@@ -1,5 +1,6 @@
 """What is read from logs and written to them, when, for whom, and what becomes of it when a disk fails."""
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -267,6 +268,32 @@ class TestFailedReads:
         assert answers(world.finish()) == [], "it is answered once"
         assert "loading" not in world.accounts
 
+    def test_who_hurries_gets_what_is_there(self):
+        """Of a chain what has arrived, of a hit over several groups nothing; what is read goes on."""
+        world, engine, keys = logged()
+        world.settle(engine.query_event(keys[:2], op=1))
+        world.finish()
+        world.settle(engine.query_event(keys, op=2))
+        assert answers(world.settle(ev.Hurry(engine.scheduler, 2, 0))) == [], "of another revision"
+        (answer,) = answers(world.settle(ev.Hurry(engine.scheduler, 2, 1)))
+        assert (answer.resident, answer.reason) == (2, Reason.DEADLINE)
+        assert answers(world.settle(ev.Hurry(engine.scheduler, 2, 1))) == [], "it is answered once"
+        assert answers(world.finish()) == []
+        engine.release(1, 2)
+        world, engine, keys = logged()
+        assert answers(engine.prepare((0, keys), op=1)) == []
+        (answer,) = answers(world.settle(ev.Hurry(engine.scheduler, 1, 1)))
+        assert (answer.resident, answer.offsets, answer.reason) == (0, b"", Reason.DEADLINE)
+        assert answers(world.settle(ev.Hurry(engine.scheduler, 99, 1))) == []
+
+    def test_an_answer_says_what_was_read_for_it(self):
+        world, engine, keys = logged()
+        world.settle(engine.query_event(keys[1:2], op=1))
+        assert [answer.read for answer in answers(world.finish())] == [array("I", [0]).tobytes()]
+        world.settle(engine.query_event(keys, op=2))
+        assert [answer.read for answer in answers(world.finish())] == [array("I", [0, 2, 3]).tobytes()]
+        assert engine.query(keys).read == b""
+
     def test_a_log_that_only_fails_is_left_alone_for_a_while(self):
         world, engine, keys = logged(5, limits=Limits(retry_ns=SECOND))
         for key in keys[:3]:
@@ -280,7 +307,7 @@ class TestFailedReads:
         assert [answer.resident for answer in answers(world.finish())] == [1]
 
     def test_a_log_that_does_not_answer_is_not_asked_more(self):
-        world, engine, keys = logged(limits=Limits(answer_ns=SECOND))
+        world, engine, keys = logged(limits=Limits(answer_ns=SECOND, hung_ns=SECOND))
         world.settle(engine.query_event(keys[:1], op=1))
         world.tick(2 * SECOND)
         assert engine.query(keys[1:]).reason is Reason.OUT_OF_SERVICE
@@ -592,7 +619,7 @@ def test_the_same_key_in_two_groups_is_two_objects():
 
 def test_what_hangs_for_others_is_not_waited_for_again():
     """A later question does not wait in vain for a read that an earlier one has waited too long for."""
-    world, engine, keys = logged()
+    world, engine, keys = logged(limits=Limits(answer_ns=2 * SECOND))
     world.settle(engine.query_event(keys[:2], op=1))
     assert answers(world.tick(3 * SECOND))[0].reason is Reason.DEADLINE
     assert engine.query(keys[:2], op=2).reason is Reason.OUT_OF_SERVICE

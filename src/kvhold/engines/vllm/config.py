@@ -19,7 +19,7 @@ _WRITTEN = {
     "save_decode_cache": "true or false",
     "step_budget_ms": "milliseconds like 1.0",
     "answer_deadline_ms": "milliseconds like 30.0",
-    "read_deadline_ms": "milliseconds like 3000.0",
+    "read_deadline_ms": "milliseconds like 2000.0",
 }
 """For who wrote a wrong type."""
 
@@ -45,8 +45,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the scheduler may wait for the manager in one engine step, all requests together."""
     answer_deadline_ms: float = 30.0
     """How long a request may be deferred while its question is unanswered; then it is a miss."""
-    read_deadline_ms: float = 3000.0
-    """The same while the manager reads what was asked for from SSD. It answers by itself after two seconds."""
+    read_deadline_ms: float = 2000.0
+    """How long a request may wait for what has to be read from SSD; then what has arrived is restored."""
 
 
 def own_settings(settings: Settings) -> list[str]:
@@ -78,10 +78,10 @@ def load_settings(extra: dict[str, Any]) -> Settings:
         _check_own(settings)
     if settings.weights_id == "":
         raise _wrong("weights_id", "", ", which names no weights; give a text or leave it out")
-    for name in ("step_budget_ms", "answer_deadline_ms", "read_deadline_ms"):
+    for name, most in (("step_budget_ms", 60_000), ("answer_deadline_ms", 60_000), ("read_deadline_ms", 20_000)):
         value = getattr(settings, name)
-        if not 0 <= value <= 60_000:
-            raise _wrong(name, value, "; give milliseconds from 0 to 60000")
+        if not 0 <= value <= most:
+            raise _wrong(name, value, f"; give milliseconds from 0 to {most}")
     return settings
 
 

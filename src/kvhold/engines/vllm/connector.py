@@ -105,8 +105,6 @@ def _compute_what_fails(config: "KVTransferConfig") -> None:
 class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector for kvhold."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Raises ValueError for a setting, a model or a vLLM version that cannot be served, saying what to do."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -214,6 +212,14 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    @_guarded(dict)
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """What was read from SSD for ``request`` came from disk, all else from host memory."""
+        assert self._scheduler is not None
+        disk = min(self._scheduler.tokens_from_disk(request.request_id), num_external_tokens)
+        sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         assert self._scheduler is not None

@@ -100,7 +100,7 @@ class Lookups:
         if lookup is not None and lookup.leased:
             self._release(lookup)
 
-    def take(self, request: str, tokens: int) -> tuple[Ticket, int, list[Part]] | None:
+    def take(self, request: str, tokens: int) -> tuple[Question, int, list[Part]] | None:
         """(question, its ``local``, what to restore) for ``tokens`` of a hit; the caller now owns the lease."""
         lookup = self._by_request.get(request)
         if lookup is None or lookup.closed or not lookup.leased or lookup.question is None:
@@ -111,7 +111,7 @@ class Lookups:
         if parts is None or not self._control.start(lookup.question.ticket):
             return None
         lookup.leased = False
-        return lookup.question.ticket, lookup.local, parts
+        return lookup.question, lookup.local, parts
 
     def drop(self, request: str) -> None:
         """Give up a request's question and lease, if it has any."""

@@ -9,13 +9,20 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.vllm.hits import Hit, HitSearch
 from kvhold.protocol import MAX_KEYS
 
 _ATTEMPTS = 4
-"""How often a hit is prepared that turns out to be too large, or to have gone meanwhile."""
+"""How often a hit is prepared that turns out to be too large, to have gone meanwhile, or not to come in time."""
+_LATE = ("deadline", "out_of_service")
+"""Why a hit cannot be had that has to be read from SSD; the longest one in what is in DRAM can."""
+_LESS = ("budget", "not_stored", "read_failed", *_LATE)
+"""Why a hit cannot be had, while another one may."""
+_DRAM, _SSD = 1, 2
+"""Where a key is, in a residency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +34,33 @@ class Part:
     offsets: "array[int]"
 
 
+def tokens_from_disk(
+    parts: Sequence[Part], block_tokens: Sequence[int], read: Collection[int], local: int, end: int
+) -> int:
+    """Of tokens ``local`` to ``end``, those in a block that was read from SSD for them: to an offset in ``read``.
+
+    ``block_tokens`` are those of a block, by group.
+    """
+    spans = sorted(
+        (max(local, block * block_tokens[part.group]), min(end, (block + 1) * block_tokens[part.group]))
+        for part in parts
+        for block, offset in zip(part.blocks, part.offsets, strict=True)
+        if offset in read
+    )
+    tokens, reached = 0, local
+    for first, last in spans:
+        tokens += max(0, last - max(first, reached))
+        reached = max(reached, last)
+    return tokens
+
+
 class Question(ABC):
     """One request's question about ``local`` up to ``limit`` tokens, in the session it was asked in.
 
     Once :meth:`progress` has said True, ``hit`` is how many tokens beyond ``local`` can be restored, from ``parts``,
     which are leased under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it, ``junction`` as in
-    :class:`Hit`. ``stored[g]`` has the ends, in tokens, of what the manager had of the g-th group.
+    :class:`Hit`. ``stored[g]`` has the ends, in tokens, of what the manager had of the g-th group. ``read`` are the
+    offsets in ``parts`` to which it was read from SSD.
     """
 
     def __init__(self, ticket: Ticket) -> None:
@@ -43,6 +71,7 @@ class Question(ABC):
         self.cut: int | None = None
         self.junction = 0
         self.stored: Sequence[Collection[int]] = ()
+        self.read: Collection[int] = ()
 
     @abstractmethod
     def progress(self, patient: bool) -> bool:
@@ -81,6 +110,7 @@ class ChainQuestion(Question):
         size = self._block_tokens
         self.stored = (range(size, answer.resident * size + 1, size),)
         self.hit = len(offsets) * self._block_tokens
+        self.read = _read(offsets, answer.read)
         self.parts = [Part(0, range(self._first, self._first + len(offsets)), offsets)] if offsets else []
         self.reason = answer.reason or self.reason
         self.cut = 0
@@ -118,6 +148,8 @@ class GroupsQuestion(Question):
         self._found: list[frozenset[bytes]] = []
         self._attempts = 0
         self._wanted: Hit | None = None
+        self._settling = False  # for what is in DRAM
+        self._awaited: set[bytes] = set()  # keys that were on SSD when they were asked for
         super().__init__(self._look(None))
 
     def _key(self, tokens: int) -> bytes:
@@ -139,14 +171,14 @@ class GroupsQuestion(Question):
             answer = self._control.answer(self.ticket, patient)
             if answer is None:
                 return False
-            if self._take_answer(answer.offsets, answer.reason):
+            if self._take_answer(answer.offsets, answer.reason, answer.read):
                 return True
 
     def _take_residency(self, tiers: Sequence[bytes]) -> None:
-        self._found = [
-            frozenset(key for key, tier in zip(keys, here, strict=False) if tier)
-            for keys, here in zip(self._keys, tiers, strict=True)
-        ]
+        tiers_now = [list(zip(keys, here, strict=False)) for keys, here in zip(self._keys, tiers, strict=True)]
+        farthest = _DRAM if self._settling else _SSD
+        self._found = [frozenset(key for key, tier in group if 0 < tier <= farthest) for group in tiers_now]
+        self._awaited.update(key for key, tier in chain(*tiers_now) if tier == _SSD)
         self.stored = [
             {end for end, tier in zip(ends, here, strict=False) if tier}
             for ends, here in zip(self._ends, tiers, strict=True)
@@ -158,7 +190,7 @@ class GroupsQuestion(Question):
         self._wanted = best if best.tokens > self._local else None
         if self._reach == self._limit:
             self.junction = best.junction
-            if max(best.tokens, self._local) + self._search.unit <= self._limit:
+            if max(best.tokens, self._local) + self._search.unit <= self._limit and not self._settling:
                 self._name_the_shortest()
         used = tuple(
             (space, b"".join(mine))
@@ -196,7 +228,7 @@ class GroupsQuestion(Question):
         if end // self._search.hash_tokens <= len(self._hashes):
             self._control.cut(self.ticket, self._spaces[self.cut], self._key(end), end // unit - 1)
 
-    def _take_answer(self, packed: bytes, reason: str) -> bool:
+    def _take_answer(self, packed: bytes, reason: str, read: bytes) -> bool:
         """Whether that was the last word; if not, something else was asked."""
         assert self._wanted is not None
         if packed:
@@ -208,16 +240,24 @@ class GroupsQuestion(Question):
                 if needed:
                     self.parts.append(Part(group, needed, offsets[at : at + len(needed)]))
                     at += len(needed)
+            self.read = _read(offsets, read)
+            if self._settling:  # what came in time was read for the question before
+                keys = (self._key_of(part.group, block) for part in self.parts for block in part.blocks)
+                self.read = {offset for offset, key in zip(offsets, keys, strict=True) if key in self._awaited}
             return True
         self.reason = reason
         self._attempts += 1
-        if self._attempts >= _ATTEMPTS or reason not in ("budget", "not_stored", "read_failed"):
+        if self._attempts >= _ATTEMPTS or reason not in _LESS:
             return True
         if reason == "budget":
             self._reach = self._local + (self._wanted.tokens - self._local) // 2
             return not self._prepare()
         self._wanted = None
-        self.ticket = self._look(self.ticket)
+        if reason in _LATE:
+            self._settling = True
+            self.ticket = self._look(None)
+        else:
+            self.ticket = self._look(self.ticket)
         return False
 
     def part(self, tokens: int) -> list[Part] | None:
@@ -240,3 +280,10 @@ class GroupsQuestion(Question):
             ]
         except KeyError:
             return None
+
+
+def _read(offsets: Sequence[int], positions: bytes) -> Collection[int]:
+    """Of ``offsets``, those at packed 32-bit ``positions``."""
+    at = array("I")
+    at.frombytes(positions)
+    return {offsets[position] for position in at}

@@ -22,7 +22,7 @@ from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.lookups import Lookups
 from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan
 from kvhold.engines.vllm.publishing import Handed, Publishing
-from kvhold.engines.vllm.questions import ChainQuestion, GroupsQuestion, Part, Question
+from kvhold.engines.vllm.questions import ChainQuestion, GroupsQuestion, Part, Question, tokens_from_disk
 from kvhold.engines.vllm.ranks import agree
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.spaces import Spaces
@@ -52,6 +52,7 @@ class Restore:
     ticket: Ticket | None
     attachment: int
     blocks: frozenset[int]
+    from_disk: int = 0  # tokens
     failed: bool = False
     orphan: bool = False  # its request is over
 
@@ -297,22 +298,28 @@ class SchedulerHalf:
         taken = self._lookups.take(name, external)
         if taken is None:
             return None
-        ticket, local, parts = taken
+        question, local, parts = taken
         if not self._covers(parts, tables, local, local + external):
             log.error("kvhold: the engine's blocks for a restore are not those of its hit; the request is computed")
-            self.control.release((ticket,))
+            self.control.release((question.ticket,))
             return None
         copies = [
             (part.group, [tables[self._groups[part.group].index][at] for at in part.blocks], part.offsets)
             for part in parts
         ]
         blocks = [block for _, mine, _ in copies for block in mine]
-        self._restores[name] = Restore(ticket, self.control.attachment, frozenset(blocks))
+        sizes = [group.block_tokens for group in self._groups]
+        from_disk = tokens_from_disk(parts, sizes, question.read, local, local + external)
+        self._restores[name] = Restore(question.ticket, self.control.attachment, frozenset(blocks), from_disk)
         if self.events is not None and self._reach is not None:
             spaces = self._spaces.of(request.lora_request)
             if spaces is not None:
                 self.events.restored(request, spaces, parts, local + external, self._reach.key)
         return Load(name, copies, blocks)
+
+    def tokens_from_disk(self, request: str) -> int:
+        """Tokens of the restore that ``request`` was given blocks for which the manager read from SSD."""
+        return self._restores[request].from_disk if request in self._restores else 0
 
     def _covers(self, parts: Sequence[Part], tables: Sequence[list[int]], local: int, end: int) -> bool:
         """Whether ``parts`` fill just the blocks that the engine has given for tokens ``local`` to ``end``."""
