@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from kvhold.cli import demo_worker
+from kvhold.cli.demo_engine import BLOCK, CONTEXT
 
 SECONDS = 300.0
 RUNS = ("computed", "engine's own cache", "kvhold, after reset", "kvhold, new engine", "SSD, all restarted")
@@ -118,6 +122,17 @@ def test_says_why_nothing_was_restored(outcomes: dict[str, tuple[int, str, str]]
     assert "asked for 96 tokens: 0 found, 96 missed (detached)" in err
     assert "manager  none answers" in err
     assert "is longer than 107 bytes" in err
+
+
+@pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_computes_in_numbers_that_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch, hardware: bool, dtype: torch.dtype
+) -> None:
+    """With room for the longest prompt in either: of 30 layers with keys and values of 3 heads of 64 lanes."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: hardware)
+    numbers = demo_worker._numbers()
+    assert f"torch.{numbers['dtype']}" == str(dtype)
+    assert numbers["kv_cache_memory_bytes"] >= (CONTEXT + BLOCK) * 30 * 2 * 3 * 64 * dtype.itemsize
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ from kvhold.cli.demo_text import QUESTION, QUESTION_FOR_ANY_TEXT, TEXT, make_pro
 from kvhold.cli.demo_view import Progress, print_summary, why_no_hit
 
 ANSWER_TOKENS = 32
-_SSD = "300MiB"
+_SSD = "600MiB"
+"""Room for the longest prompt's KV, in whatever type of numbers."""
 _POPULATE_SECONDS = 30.0
 _END_SECONDS = 10.0
 

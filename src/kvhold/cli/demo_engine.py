@@ -25,7 +25,6 @@ BLOCK = 32
 CONTEXT = 8192
 """Tokens that the model can look back on."""
 CONNECTOR = {"kv_connector": "KvHoldConnector", "kv_role": "kv_both"}
-_KV_CACHE_BYTES = 256 << 20
 _GOODBYE_SECONDS = 20.0
 _LOG_LINES = 15
 
@@ -63,7 +62,6 @@ class EngineProcess:
         self._log = folder / f"engine-{name}.log"
         options = {
             "model": str(model),
-            "dtype": "bfloat16",
             "seed": 0,
             "block_size": BLOCK,
             "max_model_len": CONTEXT,
@@ -72,7 +70,6 @@ class EngineProcess:
             # same shape, whether the blocks before it were computed or restored: kernels choose by shape in which order
             # they sum, and without this the cold answer would differ in the last bits, with and without kvhold.
             "max_num_batched_tokens": whole_blocks(prompt_tokens),
-            "kv_cache_memory_bytes": _KV_CACHE_BYTES,
             "enforce_eager": True,
             "disable_log_stats": False,
             "kv_transfer_config": CONNECTOR | {"kv_connector_extra_config": settings},

@@ -67,7 +67,8 @@ def print_summary(question: str, runs: Sequence[tuple[str, Answer]], about: dict
         "Manager: the one that engine A started, as an engine does where no `kvhold serve` runs.\n"
         "Engine B attached to its socket, and A had ended before B was asked. Then B and the manager were killed\n"
         "(SIGKILL); engine C started another manager on the same SSD directory, and the prompt was its first.\n"
-        f"SmolLM2-135M-Instruct on vLLM {about['vllm']}, {about['device']}, threads: {about['threads']}.",
+        f"SmolLM2-135M-Instruct in {about['dtype']} on vLLM {about['vllm']}, {about['device']}, "
+        f"threads: {about['threads']}.",
         markup=False,
         soft_wrap=True,
     )

@@ -1,7 +1,8 @@
 """One engine of the demo, as a process of its own: ``python -m kvhold.cli.demo_worker OPTIONS``.
 
-OPTIONS are those of ``vllm.LLM``, as JSON. Orders come on standard input and answers go to standard output, one line
-of JSON each; whatever vLLM prints goes to standard error. The process ends with its input.
+OPTIONS are those of ``vllm.LLM``, as JSON, but for the type of its numbers and the memory that they need, which this
+process chooses. Orders come on standard input and answers go to standard output, one line of JSON each; whatever vLLM
+prints goes to standard error. The process ends with its input.
 """
 
 import json
@@ -10,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+KV_NUMBERS = 128 << 20
+"""Numbers that the KV cache has room for: the longest prompt takes 94 million."""
 WARM_UP = 20
 """Tokens of a first request that is not measured: less than a block, so that kvhold neither stores nor restores it."""
 
@@ -17,7 +20,7 @@ WARM_UP = 20
 def main() -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        engine = Engine(json.loads(sys.argv[1]))
+        engine = Engine(json.loads(sys.argv[1]) | _numbers())
         _tell(answers, engine.describe())
         for line in sys.stdin:
             match json.loads(line):
@@ -36,10 +39,21 @@ def _tell(answers: Any, answer: object) -> None:
     answers.flush()
 
 
+def _numbers() -> dict[str, Any]:
+    """The type of numbers that is fast here: a processor may have to emulate bfloat16, at a quarter of the speed."""
+    import torch
+    from vllm.platforms import current_platform
+
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtype = torch.float32 if current_platform.is_cpu() and not fast else torch.bfloat16
+    return {"dtype": str(dtype).removeprefix("torch."), "kv_cache_memory_bytes": KV_NUMBERS * dtype.itemsize}
+
+
 class Engine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        self._dtype = options["dtype"]
         self.llm = LLM(**options)
         self._requests = 0
         self.run(list(range(100, 100 + WARM_UP)), 2)
@@ -49,7 +63,12 @@ class Engine:
         from vllm.platforms import current_platform
         from vllm.version import __version__
 
-        return {"vllm": __version__, "device": current_platform.device_type, "threads": torch.get_num_threads()}
+        return {
+            "vllm": __version__,
+            "device": current_platform.device_type,
+            "dtype": self._dtype,
+            "threads": torch.get_num_threads(),
+        }
 
     def run(self, tokens: list[int], limit: int) -> dict[str, Any]:
         """The greedy answer of up to ``limit`` tokens, when its first token came, and what the engine's metrics
