@@ -25,7 +25,9 @@ BLOCK = 32
 CONTEXT = 8192
 """Tokens that the model can look back on."""
 CONNECTOR = {"kv_connector": "KvHoldConnector", "kv_role": "kv_both"}
-_GOODBYE_SECONDS = 20.0
+_ANSWER_MS = 10_000
+"""Until a question is given up: on a busy machine a manager may take longer than kvhold's default."""
+_GOODBYE_SECONDS = 60.0
 _LOG_LINES = 15
 
 
@@ -56,10 +58,11 @@ class EngineProcess:
     """An engine in a process of its own, with ``folder`` for its log and as the home of its manager's socket."""
 
     def __init__(
-        self, name: str, model: Path, prompt_tokens: int, folder: Path, verbose: bool, settings: dict[str, str]
+        self, name: str, model: Path, prompt_tokens: int, folder: Path, verbose: bool, settings: dict[str, Any]
     ) -> None:
         self.name = name
         self._log = folder / f"engine-{name}.log"
+        settings = settings | {"answer_deadline_ms": _ANSWER_MS}
         options = {
             "model": str(model),
             "seed": 0,
