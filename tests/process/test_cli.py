@@ -2,12 +2,15 @@
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manager_process import Manager
@@ -15,7 +18,9 @@ from peers import NAMESPACE, Engine, keys_of, status, until
 from puppet import environment
 from ssd_load import SMALL, Client, Known
 
+from kvhold import __version__
 from kvhold import protocol as wire
+from kvhold.cli import app
 from kvhold.units import format_size
 
 MIB = 1 << 20
@@ -188,15 +193,20 @@ def test_serve_names_the_option(folder: Path, options: list[str], said: str) -> 
 
 def test_a_floor_and_a_limit_are_changed_one_by_one(manager: Manager) -> None:
     def limit(*options: str) -> dict[str, object]:
-        shown: dict[str, object] = json.loads(kvhold("limit", "--socket", str(manager.socket), *options))
+        shown: dict[str, object] = json.loads(kvhold("limit", "--json", "--socket", str(manager.socket), *options))
         return shown
 
     one = ("--namespace", NAME)
-    assert limit(*one) == {NAME: {"floor": 0, "limit": None}}
+    assert limit(*one) == {"quotas": {NAME: {"floor": 0, "limit": None}}}
     assert limit(*one, "--max", "16MiB")["quotas"] == {NAME: {"floor": 0, "limit": 16 * MIB}}
     assert limit(*one, "--floor", "4MiB")["quotas"] == {NAME: {"floor": 4 * MIB, "limit": 16 * MIB}}
     assert limit(*one, "--max", "8MiB")["quotas"] == {NAME: {"floor": 4 * MIB, "limit": 8 * MIB}}
-    assert limit(*one) == {NAME: {"floor": 4 * MIB, "limit": 8 * MIB}}
+    assert limit(*one) == {"quotas": {NAME: {"floor": 4 * MIB, "limit": 8 * MIB}}}
+    said = kvhold("limit", "--socket", str(manager.socket))
+    assert "prepared_share 0.75" in said
+    assert "read_bytes 256MiB" in said
+    assert "write_rate 0 (no limit)" in said
+    assert f"namespace {NAME}: floor 4MiB, max 8MiB" in said
     assert limit(*one, "--max", "none")["quotas"] == {NAME: {"floor": 4 * MIB, "limit": None}}
     assert limit("max_objects=1000", "engine_share=0.5")["max_objects"] == 1000
     for change, wanted in (("max_objects=0", "1 or more"), ("engine_share=2", "a share from 0 to 1")):
@@ -282,9 +292,7 @@ def test_status_tells_of_directories_and_namespaces(serve: Callable[..., Manager
     (space,) = report["spaces"]
     size, held = format_size(space["object_bytes"]), format_size(space["dram_bytes"])
     assert f"objects {report['objects']}, 0 of them only on SSD; 0 evicted" in said
-    assert (
-        f"space served by no engine since this manager started, group 0: 20 objects of {size}, {held} of DRAM" in said
-    )
+    assert f"space unnamed, group 0: 20 objects of {size}, {held} of DRAM" in said
     assert f"namespace {space['namespace']} no key was asked for yet; used " in said
     assert len(space["namespace"]) == 64
     assert f"ssd {folder}/ssd: " in said
@@ -400,7 +408,7 @@ def test_status_says_which_model_a_namespace_is_how_often_it_hits_and_since_when
     assert 0 <= space["idle_seconds"] <= space["oldest_seconds"] < 60
     said = kvhold("status", "--socket", str(manager.socket))
     assert f"space {shown}, group 0: 3 objects of 4KiB" in said
-    assert f"namespace {NAMESPACE.hex()} 3 of 4 keys were here (75%), 0 of them on SSD (0%); used " in said
+    assert f"namespace {NAMESPACE.hex()} 3 of 4 keys were here (75%); used " in said
     assert " ago, the oldest in DRAM " in said
 
 
@@ -427,3 +435,71 @@ def test_status_says_that_an_ssd_is_out_of_use_since_when_and_why(serve: Callabl
     (folder / "away").rename(folder / "ssd")
     until(lambda: not out(), "it is in use again")
     assert "it is not written" not in kvhold("status", "--socket", str(manager.socket))
+
+
+# --- for programs -----------------------------------------------------------------------------------------------------
+
+
+def test_every_command_that_prints_can_print_json() -> None:
+    silent = {"serve", "demo"}
+    commands = {command.callback.__name__: command.callback for command in app.registered_commands if command.callback}
+    assert silent < set(commands)
+    for name, command in commands.items():
+        assert (name in silent) == ("as_json" not in signature(command).parameters), name
+
+
+def test_the_version_is_an_option_too() -> None:
+    assert kvhold("--version") == kvhold("version") == __version__
+    shown = json.loads(kvhold("version", "--json"))
+    assert shown == {"version": __version__, "python": platform.python_version(), "protocol": wire.VERSION}
+
+
+def test_commands_print_what_they_say_as_json(serve: Callable[..., Manager], folder: Path) -> None:
+    manager = serve("--ssd", f"{folder}/ssd:64MiB", "--ssd-min-free", "1MiB")
+    client = Client(manager.socket, SMALL, Known())
+    client.store([1, 2, 3])
+    socket = ("--socket", str(manager.socket))
+    space = SMALL.namespace.hex()
+
+    def shown(*command: str, code: int = 0) -> Any:
+        return json.loads(kvhold(*command, "--json", code=code))
+
+    assert shown("flush", *socket) == {"socket": str(manager.socket), "objects": 3, "on_ssd": 3}
+    assert shown("status", *socket)["objects"] == 3
+    names = {keys_of([key]).hex(): "dram" for key in (1, 2, 3)}
+    assert shown("keys", *socket, space, "0") == names
+    assert set(shown("keys", "--int", *socket, space, "0")) == {str(int(name, 16)) for name in names}
+    assert shown("explain", *socket) == {"lines": []}
+    assert shown("explain", *socket, next(iter(names)))["lines"]
+    assert shown("limit", *socket, "write_queue=7")["write_queue"] == 7
+    purged = shown("purge", *socket, "--all")
+    assert purged == {"socket": str(manager.socket), "objects": 3, "bytes": 3 * sum(SMALL.shards)}
+    client.store([4, 5])
+    kvhold("flush", *socket)
+    assert manager.terminate() == 0
+    found = shown("verify", f"{folder}/ssd")
+    assert (found["records"], found["damaged"], found["met"]) == (2, [], {})
+    assert found["segments"] == 1
+    summary = shown("inspect", f"{folder}/ssd")
+    assert summary["namespaces"] == [{"namespace": space, "group": 0, "objects": 2, "bytes": 2 * sum(SMALL.shards)}]
+    assert 0 < summary["oldest"] <= summary["newest"]
+    assert summary["met"]["tombstoned"] == 3
+
+    (segment,) = (folder / "ssd").glob("*.segment")
+    data = bytearray(segment.read_bytes())
+    data[data.rindex(client.known.payload(SMALL, 5))] ^= 1
+    segment.write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-c", CHATTY, "verify", "--json", f"{folder}/ssd"],
+        capture_output=True, text=True, timeout=60, check=False, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 1
+    [damage] = json.loads(done.stdout)["damaged"]
+    assert (damage["reason"], damage["key"], damage["namespace"]) == ("checksum", keys_of([5]).hex(), space)
+    progress = done.stderr.splitlines()
+    assert progress[0].startswith("0 of 1 segments, 0 records, 0B read")
+    assert progress[-1].startswith("1 of 1 segments, 2 records, ")
+    assert progress[-1].endswith("1 damaged, about 0 s left")
+
+
+CHATTY = "import kvhold.cli.ssd as ssd; from kvhold.cli import main; ssd.LOG_SECONDS = 0; main()"

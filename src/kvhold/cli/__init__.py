@@ -1,5 +1,8 @@
 """The commands: one file each."""
 
+import platform
+from typing import Annotated
+
 import typer
 
 from kvhold import __version__
@@ -8,8 +11,10 @@ from kvhold.cli.explain import explain
 from kvhold.cli.keys import keys
 from kvhold.cli.limit import limit
 from kvhold.cli.serve import serve
+from kvhold.cli.show import AsJson, show
 from kvhold.cli.ssd import inspect, verify
 from kvhold.cli.status import flush, purge, status
+from kvhold.protocol import VERSION
 
 app = typer.Typer(
     add_completion=False,
@@ -21,10 +26,26 @@ for _command in (serve, status, explain, keys, limit, flush, purge, verify, insp
     app.command()(_command)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _before(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print kvhold's version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
-def version() -> None:
-    """Print kvhold's version."""
-    typer.echo(__version__)
+def version(as_json: AsJson = False) -> None:
+    """Print kvhold's version, and with --json also those of Python and of the protocol."""
+    document = {"version": __version__, "python": platform.python_version(), "protocol": VERSION}
+    show(document, [__version__], as_json)
 
 
 def main() -> None:

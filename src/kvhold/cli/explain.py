@@ -7,6 +7,7 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask, fail, find
+from kvhold.cli.show import AsJson, show
 
 _OPERATION = re.compile(r"(?:(\d{1,15})/)?(\d{1,15})")
 _INTEGER = re.compile(r"\d{17,20}")
@@ -24,17 +25,16 @@ def explain(
         ),
     ] = None,
     socket: Socket = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say what happened to a key or an operation lately, why it missed, and who holds it now."""
     question = wire.Explain() if what is None else _question(what)
     socket = find(socket)
     answer = ask(socket, question)
     assert isinstance(answer, wire.Explained)
-    for line in answer.lines:
-        typer.echo(line)
-    if not answer.lines and what is None:
-        typer.echo("nothing missed lately")
-    elif not answer.lines:
+    lines = answer.lines or (("nothing missed lately",) if what is None else ())
+    show({"lines": answer.lines}, lines, as_json)
+    if not lines:
         fail(f"nothing is known of {what} by the manager on {socket}: {_WHY_NOT}")
 
 

@@ -7,6 +7,7 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask_on, connect, fail, groups_of, parse_namespace
+from kvhold.cli.show import AsJson, show
 
 _TIERS = {1: "dram", 2: "ssd"}
 
@@ -18,6 +19,7 @@ def keys(
         bool, typer.Option("--int", help="Print the integers that stand for hashes in vLLM's KV events.")
     ] = False,
     socket: Socket = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print each key that can be found, in hex, and where it is: in dram, or on ssd alone."""
     name = parse_namespace(namespace, "NAMESPACE")
@@ -37,8 +39,10 @@ def keys(
         if not cursor:
             break
     channel.close()
-    for key, tier in found.items():
-        typer.echo(f"{int.from_bytes(key[-8:], 'big') if integers else key.hex()} {_TIERS[tier]}")
+    named = {
+        (str(int.from_bytes(key[-8:], "big")) if integers else key.hex()): _TIERS[tier] for key, tier in found.items()
+    }
+    show(named, (f"{key} {tier}" for key, tier in named.items()), as_json)
 
 
 def _unknown(namespace: str, group: int, groups: list[int], path: Path, unsure: bool) -> str:

@@ -1,6 +1,7 @@
 """``kvhold limit``: show or change what a running manager keeps to."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +9,8 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask, connect, find, groups_of, parse_namespace
-from kvhold.units import parse_size
+from kvhold.cli.show import AsJson, show
+from kvhold.units import format_size, parse_size
 
 _ALL = 1 << 62
 _COUNTS = ("max_objects", "write_queue")
@@ -24,6 +26,7 @@ def limit(
         str | None, typer.Option("--max", help="DRAM that the namespace may take, or `none` for no limit.")
     ] = None,
     socket: Socket = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the limits of a running manager, after changing those that are named. A restart forgets them."""
     values = dict(_parse_change(change) for change in changes or [])
@@ -45,14 +48,26 @@ def limit(
         quotas[name] = floor_bytes, most_bytes
     document = _configure(socket, values, quotas)
     if name is not None and not values and not quotas:
-        document = {name.hex(): _quota(document, name)}
-    typer.echo(json.dumps(document, indent=2))
+        document = {"quotas": {name.hex(): _quota(document, name)}}
+    show(document, _lines(document), as_json)
     if name is not None and not groups_of(connect(socket), name)[0]:
         typer.echo(
             f"no engine has used namespace {namespace} on this manager yet: what it is given holds once one does; "
             "`kvhold status` lists those that are known",
             err=True,
         )
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    """The limits, and then the namespaces that have some of their own."""
+    for name, value in document.items():
+        if name in _COUNTS or name.endswith("_share"):
+            yield f"{name:18} {value}"
+        elif name != "quotas":
+            yield f"{name:18} {format_size(value) if value else '0 (no limit)'}"
+    for name, quota in document["quotas"].items():
+        most = "none" if quota["limit"] is None else format_size(quota["limit"])
+        yield f"namespace {name}: floor {format_size(quota['floor'])}, max {most}"
 
 
 def _configure(socket: Path, values: dict[str, float], quotas: dict[bytes, tuple[int, int]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask, ask_on, connect, fail, find, groups_of, parse_namespace
+from kvhold.cli.show import AsJson, show
 from kvhold.units import format_duration, format_size, parse_duration
 
 _DISK_SECONDS = 60.0
@@ -16,17 +17,13 @@ _DISK_SECONDS = 60.0
 
 def status(
     socket: Socket = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a manager holds and who is attached."""
     reply = ask(socket, wire.Status())
     assert isinstance(reply, wire.StatusReply)
     report: dict[str, Any] = json.loads(reply.document)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-        return
-    for line in _lines(report):
-        typer.echo(line)
+    show(report, _lines(report), as_json)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -39,7 +36,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     only = f", {report['objects_in_logs_only']} of them only on SSD" if report["logs"] else ""
     yield f"objects  {report['objects']}{only}; {report['evicted']} evicted so far"
     asked, found, read = (counters.get(name, 0) for name in ("keys_asked", "keys_resident", "keys_read"))
-    yield f"queries  {counters.get('queries', 0)}; {_hits(asked, found, read)}"
+    tiers = bool(report["logs"])
+    yield f"queries  {counters.get('queries', 0)}; {_hits(asked, found, read, tiers)}"
     for log in report["logs"]:
         yield f"ssd      {_ssd(log)}"
         for direction, out in log["out_of_use"].items():
@@ -47,11 +45,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     for closed in report["closed_logs"]:
         yield f"ssd      {closed['path']} is not open since {format_duration(closed['seconds'])}: {closed['reason']}"
     for space in report["spaces"]:
-        name = space["model"] or "served by no engine since this manager started"
+        name = space["model"] or ("unnamed" if space["users"] else "served by no engine since this manager started")
         held = f"{space['objects']} objects of {format_size(space['object_bytes'])}"
         yield f"space    {name}, group {space['group']}: {held}, {format_size(space['dram_bytes'])} of DRAM"
         yield f"         namespace {space['namespace']}"
-        yield f"         {_hits(space['keys_asked'], space['keys_found'], space['keys_read'])}{_ages(space)}"
+        yield f"         {_hits(space['keys_asked'], space['keys_found'], space['keys_read'], tiers)}{_ages(space)}"
     for session in report["sessions"]:
         state = "" if session["open"] else ", lost: its bytes wait for the end of the process"
         who = f"{session['role']} rank {session['rank']}, pid {session['pid']}, {session['engine']}"
@@ -70,11 +68,12 @@ def _why(log: dict[str, Any]) -> str:
     return f" ({log['last_error']})" if log["last_error"] else ""
 
 
-def _hits(asked: int, found: int, read: int) -> str:
-    """How much of what was asked for was there, and where."""
+def _hits(asked: int, found: int, read: int, tiers: bool) -> str:
+    """How much of what was asked for was there, and where if there are several ``tiers``."""
     if not asked:
         return "no key was asked for yet"
-    return f"{found} of {asked} keys were here ({found / asked:.0%}), {read} of them on SSD ({read / asked:.0%})"
+    on_ssd = f", {read} of them on SSD ({read / asked:.0%})" if tiers else ""
+    return f"{found} of {asked} keys were here ({found / asked:.0%}){on_ssd}"
 
 
 def _ages(space: dict[str, Any]) -> str:
@@ -103,7 +102,7 @@ def _ssd(log: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def flush(socket: Socket = None) -> None:
+def flush(socket: Socket = None, as_json: AsJson = False) -> None:
     """Write to SSD what waits to be written, return when it is there, and say how much of all that is."""
     socket = find(socket)
     answer = ask(socket, wire.Flush(), _DISK_SECONDS)
@@ -113,7 +112,9 @@ def flush(socket: Socket = None) -> None:
             f"the manager on {socket} has no SSD open: nothing outlasts it; `kvhold status` names directories that it "
             "waits for, `kvhold serve --ssd PATH:SIZE` gives it one"
         )
-    typer.echo(f"flushed: the manager on {socket}: {answer.on_ssd} of {answer.objects} objects are on SSD")
+    document = {"socket": str(socket), "objects": answer.objects, "on_ssd": answer.on_ssd}
+    said = f"flushed: the manager on {socket}: {answer.on_ssd} of {answer.objects} objects are on SSD"
+    show(document, [said], as_json)
 
 
 def purge(
@@ -126,6 +127,7 @@ def purge(
         typer.Option(help="Only what is older, e.g. 7d: on SSD by when its segment was begun, else by its last use."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything that it has.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Forget what a manager has stored, also after a restart; what is being restored is kept until that ends.
 
@@ -148,6 +150,7 @@ def purge(
     answer = ask_on(channel, wire.Purge(name, older), _DISK_SECONDS)
     assert isinstance(answer, wire.Purged)
     forgotten = f"{answer.objects} object{'' if answer.objects == 1 else 's'}, {format_size(answer.bytes)}"
-    typer.echo(f"purged: the manager on {channel.path} has forgotten {forgotten}")
+    document = {"socket": str(channel.path), "objects": answer.objects, "bytes": answer.bytes}
+    show(document, [f"purged: the manager on {channel.path} has forgotten {forgotten}"], as_json)
     if unknown:  # its SSD may have what there was no room to know of
         typer.echo(f"it knew no namespace {namespace}; `kvhold status` lists those that it has", err=True)

@@ -400,7 +400,10 @@ class Catalogue(Rows):
         """For each, by when its object in DRAM that was used longest ago had been used; None where there is none."""
         firsts = [self.recency.first(index.recency) for index in indexes]
         times = self.recency.times_of([0 if row is None else self.stamp[row] for row in firsts])
-        return [None if row is None else time for row, time in zip(firsts, times, strict=True)]
+        return [
+            None if row is None else min(time, index.used_at or time)
+            for index, row, time in zip(indexes, firsts, times, strict=True)
+        ]
 
     # --- logs ---------------------------------------------------------------------------------------------------
 

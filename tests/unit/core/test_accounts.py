@@ -72,6 +72,7 @@ class TestAges:
             used = self.used_before(world)
             assert used is not None
             assert stored["abc".index(name)] <= used <= stored["abc".index(name)] + 11 * MINUTE
+            assert used <= (index_of(world).used_at or 0)
             engine.query(chain(2, name))
             assert index_of(world).used_at == world.now
             world.tick(10 * MINUTE)

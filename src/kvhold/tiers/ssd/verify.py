@@ -46,8 +46,13 @@ class Scrub:
     seed: int = 0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    progress: Callable[[], None] = lambda: None
+    """Called after every record."""
     checked: int = 0
     checked_bytes: int = 0
+    segments: int = 0
+    """Segments with records, and how many of them are done."""
+    done_segments: int = 0
     skipped_segments: int = 0
     damaged: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -60,7 +65,10 @@ class Scrub:
         self.counts = recovery.counts
         pick = random.Random(self.seed)
         began = self.clock()
-        for segment, seq in recovery.lives:
+        self.segments = len(recovery.lives)
+        for done, (segment, seq) in enumerate(recovery.lives):
+            self.done_segments = done
+            self.progress()
             records: list[Record] = []
             sealed = False
             for part in recovery.segment(segment, seq):
@@ -72,6 +80,8 @@ class Scrub:
                 self.skipped_segments += 1
                 continue
             yield from self._segment(opened, segment, seq, records, began)
+        self.done_segments = self.segments
+        self.progress()
 
     def _segment(self, opened: Log, segment: int, seq: int, records: list[Record], began: float) -> Iterator[Damage]:
         name = opened.segment_path(segment).name
@@ -96,6 +106,7 @@ class Scrub:
                     yield Damage(name, at, reason, namespace, group, key)
                 self.checked += 1
                 self.checked_bytes += size
+                self.progress()
                 if self.bytes_per_second:
                     ahead = self.checked_bytes / self.bytes_per_second - (self.clock() - began)
                     if ahead > 0:
