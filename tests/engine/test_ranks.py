@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -122,8 +123,8 @@ def test_who_owns_no_part_writes_none_and_is_not_waited_for(llama_dir: Path, man
         assert not half._publishing.holding
 
 
-def configured(tensor_parallel: int, specs: list[Any], **model: Any) -> tuple[Any, Any]:
-    parallel = SimpleNamespace(tensor_parallel_size=tensor_parallel, decode_context_parallel_size=1)
+def configured(tensor_parallel: int, specs: list[Any], token_ranks: int = 1, **model: Any) -> tuple[Any, Any]:
+    parallel = SimpleNamespace(tensor_parallel_size=tensor_parallel, decode_context_parallel_size=token_ranks)
     text = SimpleNamespace(to_dict=lambda: {"num_attention_heads": 8, **model})
     config = SimpleNamespace(
         parallel_config=parallel, speculative_config=None, model_config=SimpleNamespace(hf_text_config=text)
@@ -163,3 +164,12 @@ def test_what_the_engine_says_of_replicas_counts() -> None:
     config, cache = configured(4, [ONE_HEAD])
     cache.kv_tp_replicas = 4
     assert replicas(config, cache) == 4
+
+
+def test_ranks_that_share_the_tokens_may_still_hold_the_same_heads() -> None:
+    """There the engine itself counts no replicas; ranks with the same tokens are told apart by their topology."""
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float16, max_tp_shards=1)
+    assert replicas(*configured(4, [latent, latent], token_ranks=2)) == 4
+    assert replicas(*configured(4, [latent, STATE], token_ranks=2)) == 1
+    assert replicas(*configured(4, [ONE_HEAD], token_ranks=2, num_key_value_heads=1)) == 4
+    assert replicas(*configured(4, [ONE_HEAD], token_ranks=2)) == 1

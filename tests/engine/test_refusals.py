@@ -43,8 +43,8 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
         with pytest.raises(Unsupported, match="SimpleNamespace"):
             KvHoldConnector(config, KVConnectorRole[role.upper()], cache)
         monkeypatch.undo()
-        monkeypatch.setattr(config.parallel_config, "prefill_context_parallel_size", 2)
-        with pytest.raises(Unsupported, match="prefill_context_parallel_size=2"):
+        monkeypatch.setattr(config.parallel_config, "nnodes", 2)
+        with pytest.raises(Unsupported, match="nnodes=2"):
             KvHoldConnector(config, KVConnectorRole[role.upper()], cache)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -25,7 +26,11 @@ class Kind:
     groups: Sequence[KVCacheSpec]
     layers: int = 2
     block_size: int = 16  # of cache_config: the recurrent groups', where there are some
-    ranks: int = 1
+    ranks: int = 1  # tensor parallel
+    prefill_ranks: int = 1  # prefill context parallel
+    token_ranks: int = 1  # decode context parallel
+    run: int = 1  # cp_kv_cache_interleave_size
+    kv_heads: int | None = None  # of the model, where there are fewer than ranks
     unit: int | None = None  # prefix_match_unit: tokens of a block hash
     layout: str = "LBHNC"
     eagle: tuple[int, ...] = ()  # groups with draft layers
@@ -49,6 +54,14 @@ class Kind:
         return groups
 
     @property
+    def world(self) -> int:
+        return self.ranks * self.prefill_ranks
+
+    def block_tokens(self, spec: KVCacheSpec) -> int:
+        """Tokens that a block of ``spec`` covers, on all ranks together."""
+        return spec.block_size * (self.token_ranks if spec.dcp_sharded else 1)
+
+    @property
     def recurrent(self) -> bool:
         return any(isinstance(spec, MambaSpec) for spec in self.groups)
 
@@ -70,7 +83,7 @@ def chunked(chunk: int, block: int = 16) -> ChunkedLocalAttentionSpec:
 
 
 def mla(block: int = 16, size: int = 24) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=size, dtype=torch.bfloat16)
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=size, dtype=torch.bfloat16, max_tp_shards=1)
 
 
 def sliding_mla(window: int, block: int = 16) -> SlidingWindowMLASpec:
@@ -93,6 +106,8 @@ def mamba(block: int = 16, page: int = 1024, **more: int) -> MambaSpec:
 
 INSIDE = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
 """Of a backend that can keep a state inside of a prefill."""
+
+EAGLE: dict[str, Any] = {"method": "eagle", "drafts": 2, "eagle": (0,)}
 
 KINDS = {
     kind.name: kind
@@ -127,5 +142,15 @@ KINDS = {
         Kind("mamba_partial_fine", [mamba(64, 4096), full(64)], block_size=64, unit=16, partial=True, decode=True),
         Kind("mamba_inside", [mamba(**INSIDE), full()]),
         Kind("mamba_sliding", [mamba(), sliding(40), full()]),
+        Kind("full_dcp2", [full(heads=1)], ranks=2, token_ranks=2, kv_heads=1),
+        Kind("full_dcp2_tp4", [full(heads=1)], ranks=4, token_ranks=2, run=4, kv_heads=1, decode=True),
+        Kind("full_dcp2_eagle", [full(heads=1)], ranks=2, token_ranks=2, kv_heads=1, **EAGLE),
+        Kind("mla_dcp2_tp4", [mla()], ranks=4, token_ranks=2, run=16),
+        Kind("mla_pcp2", [mla()], prefill_ranks=2),
+        Kind("mla_pcp2_tp2", [mla()], ranks=2, prefill_ranks=2),
+        Kind("mla_pcp2_dcp2_tp2", [mla()], ranks=2, prefill_ranks=2, token_ranks=2),
+        Kind("mla_indexer_pcp2_dcp4", [mla()], side=mla(size=8), ranks=2, prefill_ranks=2, token_ranks=4, run=2),
+        Kind("mamba_dcp2", [mamba(32), full(32, 1)], block_size=32, ranks=2, token_ranks=2, kv_heads=1, partial=True),
+        Kind("mamba_mla_dcp2", [mamba(page=768), mla()], ranks=2, token_ranks=2, run=16, partial=True),
     )
 }

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from oracle_kinds import Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     create_kv_cache_views,
@@ -77,6 +79,28 @@ def first_needed(spec: KVCacheSpec, computed: int) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Share:
+    """The tokens of a worker under decode context parallelism: every ``ranks``-th run of ``run``, from ``rank`` on."""
+
+    rank: int = 0
+    ranks: int = 1
+    run: int = 1
+
+    def block_tokens(self, spec: KVCacheSpec) -> int:
+        """Tokens that a block of the engine's table covers, on all workers together."""
+        return spec.block_size * (self.ranks if spec.dcp_sharded else 1)
+
+    def places(self, spec: KVCacheSpec, table: Sequence[int], start: int, count: int) -> tuple[Array, Array, Array]:
+        """Of ``count`` positions from ``start`` on: which are kept here, and the block and slot of each of those."""
+        positions = np.arange(start, start + count)
+        ranks = self.ranks if spec.dcp_sharded else 1
+        blocks, inside = np.divmod(positions, spec.block_size * ranks)
+        runs, at = np.divmod(inside, self.run)
+        mine = np.flatnonzero(runs % ranks == (self.rank if ranks > 1 else 0))
+        return mine, np.asarray(table, np.int64)[blocks[mine]], (runs // ranks * self.run + at)[mine]
+
+
 @dataclass
 class Layer:
     """One layer's pages. Of an attention layer as [blocks, heads, tokens, words], else as [blocks, words].
@@ -107,6 +131,7 @@ class Memory:
     tensors: dict[str, torch.Tensor]
     groups: list[list[Layer]]
     buffer: Array
+    share: Share = Share()
     _attention: list[Layer] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,19 +168,19 @@ class Memory:
         """Keep KV of all layers of ``group`` that are (not) ``draft`` layers, from position ``start`` on."""
         if not len(digests):
             return
-        blocks, slots = _places(table, start, len(digests), self.groups[group][0].spec.block_size)
+        mine, blocks, slots = self.share.places(self.groups[group][0].spec, table, start, len(digests))
         assert 0 not in blocks, f"the engine would write to the null block: {list(table)}, from token {start}"
         for layer in self.groups[group]:
             if layer.draft == draft:
-                layer.pages[blocks, :, slots] = layer.expected(digests).reshape(len(digests), *_shape(layer))
+                layer.pages[blocks, :, slots] = layer.expected(digests[mine]).reshape(len(mine), *_shape(layer))
 
     def scribble(self, group: int, table: Sequence[int], start: int, count: int, noise: np.random.Generator) -> None:
         """Write nonsense to draft layers from position ``start`` on, as far as there are blocks."""
-        count = min(count, len(table) * self.groups[group][0].spec.block_size - start)
+        count = min(count, len(table) * self.share.block_tokens(self.groups[group][0].spec) - start)
         for layer in self.groups[group]:
             if count > 0 and layer.draft:
-                blocks, slots = _places(table, start, count, layer.spec.block_size)
-                shape = (count, *_shape(layer))
+                mine, blocks, slots = self.share.places(layer.spec, table, start, count)
+                shape = (len(mine), *_shape(layer))
                 layer.pages[blocks, :, slots] = noise.integers(0, 1 << 63, shape, np.uint64)
 
     def check(
@@ -168,22 +193,22 @@ class Memory:
         """
         if end <= first:
             return
-        blocks, slots = _places(table, first, end - first, self.groups[group][0].spec.block_size)
+        mine, blocks, slots = self.share.places(self.groups[group][0].spec, table, first, end - first)
+        positions = first + mine
         for layer in self.groups[group]:
-            if layer.draft != draft:
+            if layer.draft != draft or not len(mine):
                 continue
-            found = layer.pages[blocks, :, slots].reshape(end - first, -1)
-            behind = min(end + draft, len(digests))
-            wrong = np.zeros(end - first, np.bool_)
-            count = behind - first - draft
-            wrong[:count] = (found[:count] != layer.expected(digests[first + draft : behind])).any(axis=1)
+            found = layer.pages[blocks, :, slots].reshape(len(mine), -1)
+            known = positions + draft < len(digests)
+            wrong = np.zeros(len(mine), np.bool_)
+            wrong[known] = (found[known] != layer.expected(digests[positions[known] + draft])).any(axis=1)
             if draft:
-                wrong[slots == layer.spec.block_size - 1] = False
+                size = self.share.block_tokens(layer.spec)
+                wrong[positions % size == size - 1] = False
             if wrong.any():
-                positions = first + np.flatnonzero(wrong)
                 raise WrongBytes(
                     f"{what}: group {group} ({type(layer.spec).__name__}), layer {layer.name}: wrong bytes for tokens "
-                    f"{_ranges(positions)} of those needed, [{first}, {end}); blocks "
+                    f"{_ranges(positions[wrong])} of those needed, [{first}, {end}); blocks "
                     f"{sorted(set(blocks[wrong].tolist()))}, table {list(table)}"
                 )
 
@@ -215,11 +240,6 @@ class Memory:
             )
 
 
-def _places(table: Sequence[int], start: int, count: int, block_size: int) -> tuple[Array, Array]:
-    positions = np.arange(start, start + count)
-    return np.asarray(table, np.int64)[positions // block_size], positions % block_size
-
-
 def _shape(layer: Layer) -> tuple[int, int]:
     return layer.pages.shape[1], layer.pages.shape[3]
 
@@ -229,8 +249,14 @@ def _ranges(positions: Array) -> str:
     return ", ".join(f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def allocate(config: KVCacheConfig, layout: KVCacheLayout, rank: int, world: int, drafts: set[str]) -> Memory:
-    """A worker's memory. MLA keeps the same on all ranks."""
+def allocate(config: KVCacheConfig, layout: KVCacheLayout, rank: int, kind: Kind, drafts: set[str]) -> Memory:
+    """A worker's memory. MLA keeps the same on all tensor-parallel ranks, and so do ranks with the same heads.
+
+    Which tokens are a rank's is read off vLLM's ``parallel_state``: in groups that are taken with the prefill-parallel
+    rank as the fastest.
+    """
+    prefill, tensor = divmod(rank, kind.ranks)
+    share = Share((tensor * kind.prefill_ranks + prefill) % kind.token_ranks, kind.token_ranks, kind.run)
     size = max(tensor.size for tensor in config.kv_cache_tensors)
     raw = torch.zeros(size, dtype=torch.int8)
     specs = {}
@@ -249,17 +275,24 @@ def allocate(config: KVCacheConfig, layout: KVCacheLayout, rank: int, world: int
             whole = np.lib.stride_tricks.as_strided(
                 raw.numpy().view(np.uint8)[start:], (config.num_blocks, spec.page_size_bytes), (place.block_stride, 1)
             )
-            replicated = type(spec).__name__ == "MLAAttentionSpec"
+            heads = _shards(spec, kind)
             words = _words(view)
             if isinstance(spec, MambaSpec):
                 words = words.reshape(config.num_blocks, -1)
             assert np.shares_memory(words, whole)
             count = words.shape[-1] * (1 if isinstance(spec, MambaSpec) else words.shape[1])
-            seed = [*name.encode(), 0 if replicated else rank, 1 if replicated else world, spec.block_size]
+            seed = [*name.encode(), tensor * heads // kind.ranks, heads, spec.block_size]
             key = np.random.default_rng(seed).integers(0, 1 << 63, count, np.uint64)
             found[name] = Layer(name, spec, words, whole, key, name in drafts)
     groups = [[found[name] for name in group.layer_names] for group in config.kv_cache_groups]
-    return Memory(config, views, groups, raw.numpy())
+    return Memory(config, views, groups, raw.numpy(), share)
+
+
+def _shards(spec: KVCacheSpec, kind: Kind) -> int:
+    """Into how many parts the tensor-parallel ranks split a layer, those of its tokens aside."""
+    if type(spec) is MLAAttentionSpec:
+        return 1
+    return kind.ranks if kind.kv_heads is None or isinstance(spec, MambaSpec) else kind.kv_heads
 
 
 def _words(view: torch.Tensor) -> Array:

@@ -211,11 +211,11 @@ class OracleEngine:
         }
         try:
             with slow_copies(weather, counts):
-                for rank in range(kind.ranks):
+                for rank in range(kind.world):
                     mine = copy(config)
                     mine.parallel_config = copy(config.parallel_config)
                     mine.parallel_config.rank = rank
-                    memory = allocate(theirs, layout, rank, kind.ranks, drafts)
+                    memory = allocate(theirs, layout, rank, kind, drafts)
                     self.memories.append(memory)
                     if socket is not None:
                         worker = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, theirs)
@@ -259,7 +259,7 @@ class OracleEngine:
             self._connect()
 
     def _connect(self) -> None:
-        self._aggregator = KVOutputAggregator.from_connector(self.connector, self.kind.ranks)
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, self.kind.world)
         self.connector.set_xfer_handshake_metadata_pp_aware({})
         tell = self.connector.update_state_after_alloc
 
@@ -289,9 +289,15 @@ class OracleEngine:
         if kind.recurrent:
             cache.mamba_cache_mode = "align"
             cache.mamba_block_size = kind.block_size
-        config.parallel_config = copy(base.parallel_config)
-        config.parallel_config.tensor_parallel_size = kind.ranks
-        config.parallel_config.world_size = kind.ranks
+        parallel = config.parallel_config = copy(base.parallel_config)
+        parallel.tensor_parallel_size = kind.ranks
+        parallel.prefill_context_parallel_size = kind.prefill_ranks
+        parallel.decode_context_parallel_size = kind.token_ranks
+        parallel.cp_kv_cache_interleave_size = kind.run
+        parallel.world_size = kind.world
+        if kind.kv_heads is not None:
+            config.model_config.hf_text_config = copy(base.model_config.hf_text_config)
+            config.model_config.hf_text_config.num_key_value_heads = kind.kv_heads
         if socket is not None:
             config.kv_transfer_config = KVTransferConfig(
                 kv_connector="KvHoldConnector",
@@ -311,7 +317,7 @@ class OracleEngine:
                 prompt_lookup_min=1,
                 prompt_lookup_max=3,
                 target_model_config=config.model_config,
-                target_parallel_config=config.parallel_config,
+                target_parallel_config=base.parallel_config,
             )
             config.speculative_config.method = kind.method  # a draft model is not needed for what the scheduler does
             if hasattr(config.speculative_config, "disable_lookahead_block_hashes"):
@@ -323,7 +329,7 @@ class OracleEngine:
         cache = get_kv_cache_config_from_groups(config, self.kind.cache_groups(), 1 << 40)
         assert cache.num_blocks == self.shape.blocks
         cache.kv_cache_layout = self.kind.layout
-        if all(isinstance(spec, MLAAttentionSpec) for spec in self.kind.groups):
+        if self.kind.token_ranks == 1 and all(isinstance(spec, MLAAttentionSpec) for spec in self.kind.groups):
             cache.kv_tp_replicas = self.kind.ranks
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(cache, config)
         cache.hash_block_size = hash_block
@@ -381,7 +387,7 @@ class OracleEngine:
                 memory.poison(self._new_blocks, self.noise)
         self._update_states(output)
         batch = self._batch(output)
-        reports = [self._execute(rank, output, batch) for rank in range(self.kind.ranks)]
+        reports = [self._execute(rank, output, batch) for rank in range(self.kind.world)]
         for item in batch:
             item.live.restored = 0
             if self._recurrent:
@@ -627,8 +633,9 @@ class OracleEngine:
                 if isinstance(spec, MambaSpec):
                     memory.check_state(group, block.block_id, end, tape.digests, what)
                 else:
-                    first = (end - 1) // spec.block_size * spec.block_size
-                    table = [0] * (first // spec.block_size) + [block.block_id]
+                    size = self.kind.block_tokens(spec)
+                    first = (end - 1) // size * size
+                    table = [0] * (first // size) + [block.block_id]
                     memory.check(group, table, first, end, tape.digests, what)
                     memory.check(group, table, first, end, tape.digests, what, draft=True)
         return count

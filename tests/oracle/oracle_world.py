@@ -92,7 +92,7 @@ def need(kind: Kind, budget: int) -> int:
         elif isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
             blocks += min(spec.max_admission_blocks_per_request(budget, MAX_LEN), cdiv(tokens, spec.block_size))
         else:
-            blocks += cdiv(tokens, spec.block_size)
+            blocks += cdiv(tokens, kind.block_tokens(spec))
     return blocks + len(kind.groups)
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from oracle_kinds import KINDS, Kind
 from oracle_kv import WrongBytes
 from oracle_runner import OracleEngine, Shape, Weather
 from oracle_world import LONGEST, hits, live, need, rest, surroundings
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.kv_cache_interface import MambaSpec
 
 EVENTS = 200
 SEEDS = range(2)
@@ -100,6 +104,43 @@ def test_a_failed_restore_does_not_stop_the_engine(here: tuple[Any, Any], name: 
     found = {blocks: after_a_failure(base, kind, blocks, socket, prompts) for blocks in range(least, 2 * least, 3)}
     stuck = {blocks: story for blocks, story in found.items() if story}
     assert not stuck, f"in pools of {list(stuck)} blocks; the first: {next(iter(stuck.values()))}"
+
+
+@pytest.mark.parametrize("name", ["full_dcp2", "mla_indexer_pcp2_dcp4", "mamba_dcp2"])
+def test_events_of_ranks_that_share_tokens_name_whole_blocks(here: tuple[Any, Any], name: str) -> None:
+    """A router that hears of a block from kvhold knows it as the one that it has heard of from the engine itself."""
+    base, manager = here
+    told = copy(base)
+    told.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    shape = Shape(need(KINDS[name], 512) * 4, 512, 8, answer_deadline_ms=5000.0)
+    engine = OracleEngine(told, KINDS[name], shape, str(manager.socket), Weather(random.Random(1)), Counter())
+    published: list[Any] = []
+    recurrent = [at for at, spec in enumerate(KINDS[name].groups) if isinstance(spec, MambaSpec)]
+    try:
+        engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+        hits(engine, [[random.Random(name).randint(500, 900) for _ in range(LONGEST)]])
+
+        def blocks(medium: str) -> dict[Any, tuple[int, ...]]:
+            """The tokens of each block that was announced, by group and hash."""
+            found = {}
+            for event in published:
+                if isinstance(event, BlockStored) and event.medium == medium:
+                    size, count = event.block_size, len(event.block_hashes)
+                    spread = (
+                        event.group_idx in recurrent and medium == "GPU"
+                    )  # a state's event has all tokens before it
+                    assert spread or len(event.token_ids) == size * count, event
+                    for at, block in enumerate(event.block_hashes):
+                        tokens = event.token_ids[-size:] if spread else event.token_ids[at * size : (at + 1) * size]
+                        found[event.group_idx, block] = tuple(tokens)
+            return found
+
+        whole = set(range(len(KINDS[name].groups))) - set(recurrent)
+        assert rest(engine, lambda: whole <= {group for group, _ in blocks("CPU")})
+        theirs, ours = blocks("GPU"), blocks("CPU")
+        assert ours == {block: theirs[block] for block in ours}
+    finally:
+        engine.close()
 
 
 def after_a_failure(base: Any, kind: Kind, blocks: int, socket: str, prompts: list[list[int]]) -> str:

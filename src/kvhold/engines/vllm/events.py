@@ -272,10 +272,12 @@ class CacheEvents:
         extra, _ = generate_block_hash_extra_keys(request, published.start, published.end, 0)
         extras = to_event_extra_keys([extra])
         tokens = list(request.all_token_ids[published.start : published.end])
+        whole = len(tokens) == group.block_tokens
         parent = maybe_convert_block_hash(published.parent) if published.parent else None
         last = self._events[-1] if self._events else None
         if (
             isinstance(last, BlockStored)
+            and whole
             and (last.group_idx, last.block_hashes[-1]) == (group.index, parent)
             and len(last.token_ids) == len(last.block_hashes) * group.block_tokens
             and last.session_id == request.session_id
@@ -293,7 +295,7 @@ class CacheEvents:
                 block_hashes=[maybe_convert_block_hash(key)],
                 parent_block_hash=parent,
                 token_ids=tokens,
-                block_size=group.block_tokens,
+                block_size=len(tokens),  # of a block that is filled in part, the engine says the same
                 lora_id=adapter.adapter_id if adapter is not None else None,
                 medium=MEDIUM_CPU,
                 lora_name=adapter.name if adapter is not None else None,

@@ -4,15 +4,18 @@ Each worker half packs a :class:`WorkerReport` for its scheduler half, and the m
 handshake between the two has room for one connector alone.
 """
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheSpec,
     SlidingWindowSpec,
     iter_layer_specs,
 )
@@ -76,15 +79,20 @@ _decoder = msgspec.msgpack.Decoder(WorkerReport)
 
 
 def replicas(config: "VllmConfig", cache: "KVCacheConfig") -> int:
-    """How many consecutive tensor-parallel ranks hold the same KV.
+    """How many consecutive tensor-parallel ranks hold the same heads of keys and values, in all layers.
 
-    vLLM says so of MLA. Fewer heads of keys and values than ranks are given to several ranks each, in order, by its
-    ``QKVParallelLinear``; that is relied on only for models whose layers all have the same number of them.
+    vLLM says so of MLA; where ranks share the tokens (decode context parallelism) it says 1, although ranks with the
+    same tokens still hold the same. Fewer heads of keys and values than ranks are given to several ranks each, in
+    order, by its ``QKVParallelLinear``; that is relied on only for models whose layers all have the same number of
+    them.
     """
     parallel = config.parallel_config
-    if cache.kv_tp_replicas > 1 or parallel.decode_context_parallel_size > 1 or keeps_drafts(config):
-        return max(1, cache.kv_tp_replicas)
-    specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    specs = _specs(cache)
+    told = cache.kv_tp_replicas
+    if parallel.decode_context_parallel_size > 1:
+        told = max(told, _told_by_layers(specs, parallel.tensor_parallel_size))
+    if told > 1 or keeps_drafts(config):
+        return max(1, told)
     text = config.model_config.hf_text_config.to_dict()
     heads = text.get("num_key_value_heads")
     if (
@@ -96,6 +104,22 @@ def replicas(config: "VllmConfig", cache: "KVCacheConfig") -> int:
     ):
         return 1
     return parallel.tensor_parallel_size // heads
+
+
+def _told_by_layers(specs: Sequence[KVCacheSpec], tensor_parallel: int) -> int:
+    """vLLM's own ``kv_cache_groups_tp_replicas``, as it answers where no rank holds a part of the tokens."""
+    if not all(isinstance(spec, AttentionSpec) and spec.max_tp_shards is not None for spec in specs):
+        return 1
+    return math.gcd(tensor_parallel, *(max(1, tensor_parallel // spec.max_tp_shards) for spec in specs))
+
+
+def attention_alone(cache: "KVCacheConfig") -> bool:
+    """Whether all that the engine keeps is attention's: a recurrent state is split by rules of its own."""
+    return all(isinstance(spec, AttentionSpec) for spec in _specs(cache))
+
+
+def _specs(cache: "KVCacheConfig") -> list[KVCacheSpec]:
+    return [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
 
 
 def agree(packed: Iterable[bytes]) -> Ranks:

@@ -27,6 +27,7 @@ from kvhold.engines.vllm.ranks import agree
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.spaces import Spaces
 from kvhold.engines.vllm.stats import KvHoldStats
+from kvhold.engines.vllm.topology import Topology
 from kvhold.protocol import MAX_KEYS, Hello, Retire
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class SchedulerHalf:
         assert transfer is not None
         self._config = config
         self._cache = cache
-        self._world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._world = Topology.of(parallel).world
         self._groups = kept_groups(config, cache)
         self._adapters = Adapters(options_of(config.lora_config))
         self._restores_wanted = transfer.is_kv_consumer

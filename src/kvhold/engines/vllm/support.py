@@ -25,13 +25,9 @@ def check_version(version: str) -> None:
 
 def check_engine(config: "VllmConfig", cache: "KVCacheConfig") -> None:
     """Raise Unsupported, naming what it is, for a model or a topology that is not served yet."""
-    parallel = config.parallel_config
-    for name, size in (
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
-        ("nnodes", parallel.nnodes),
-    ):
-        if size > 1:
-            raise Unsupported(f"kvhold: {name}={size} is not supported yet; set it to 1 or run without kvhold")
+    hosts = config.parallel_config.nnodes
+    if hosts > 1:
+        raise Unsupported(f"kvhold: nnodes={hosts} is not supported yet; set it to 1 or run without kvhold")
     if getattr(config, "num_hash_lookahead_tokens", 0):  # from vLLM 0.33 on, and there not beside a connector
         raise Unsupported(
             "kvhold: block hashes that cover tokens after their block are not supported; set "

@@ -22,8 +22,9 @@ from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.groups import Group, kept_groups
 from kvhold.engines.vllm.layout import read_layout
 from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan
-from kvhold.engines.vllm.ranks import WorkerReport, replicas
+from kvhold.engines.vllm.ranks import WorkerReport, attention_alone, replicas
 from kvhold.engines.vllm.stats import KvHoldStats
+from kvhold.engines.vllm.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +70,8 @@ class WorkerHalf:
         self._config = config
         self._cache = cache
         parallel = config.parallel_config
-        self._world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self._rank = parallel.rank % self._world
+        self._topology = Topology.of(parallel)
+        self._rank = parallel.rank % self._topology.world
         self._weights_id = settings.weights_id
         self._groups = kept_groups(config, cache)
         self._failed_blocks: set[int] = set()
@@ -94,7 +95,7 @@ class WorkerHalf:
     def hello(self) -> wire.Hello:
         assert self._report is not None, "the keeper starts after it"
         label, report = engine_label(self._config), self._report.packed()
-        return wire.Hello("worker", instance_of(self._config), self._rank, self._world, label, report=report)
+        return wire.Hello("worker", instance_of(self._config), self._rank, self._topology.world, label, report=report)
 
     def attached(self, channel: Channel) -> None:
         for token in self._retired:  # the word may have been lost with the session that carried it
@@ -154,12 +155,11 @@ class WorkerHalf:
         """Read the layout, and attach. Raises Unsupported for a layout that cannot be served."""
         self._caches = caches
         layouts = self._read_layouts()
-        same = replicas(self._config, self._cache)
-        common, stage = identity.describe(self._config, self._cache, self._groups, layouts, same, self._weights_id)
+        same = replicas(self._config, self._cache), attention_alone(self._cache)
+        parts = self._topology.parts(*same)
+        common, stage = identity.describe(self._config, self._cache, self._groups, layouts, parts, self._weights_id)
         self._copier = make_copier(layouts)
         self._registered = True
-        tensor_parallel = self._config.parallel_config.tensor_parallel_size
-        rank_in_stage = self._rank % tensor_parallel
         sizes = tuple(layout.shard_bytes for layout in layouts)
         kinds = ", ".join(
             f"{len(self._layers(group))} layers of {group.kind} with {size} bytes a block"
@@ -167,9 +167,9 @@ class WorkerHalf:
         )
         self._report = WorkerReport(
             self._rank,
-            self._world,
-            self._rank // tensor_parallel,
-            self._rank - rank_in_stage % same,
+            self._topology.world,
+            self._topology.stage(self._rank),
+            self._topology.owner(self._rank, *same),
             identity.digest(common),
             identity.digest(stage),
             sizes,
