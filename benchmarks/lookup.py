@@ -34,7 +34,7 @@ class Engine:
         self.worker = Channel(socket, wire.Hello("worker", "bench", 0, 1, "benchmark"), 5)
         self.worker.send(wire.Mapped())
         keeper: Any = SimpleNamespace(channel=Channel(socket, wire.Hello("scheduler", "bench", 0, 1, "benchmark"), 5))
-        self.control = Control(keeper, step_seconds=1.0, answer_seconds=10.0, read_seconds=10.0)
+        self.control = Control(keeper, step_seconds=1.0, read_seconds=10.0)
         while not self.control.attachment:
             self.control.new_step()
         name = os.urandom(32)
@@ -138,7 +138,7 @@ def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
     def ask(former: Ticket | None) -> ChainQuestion:
         return ChainQuestion(engine.control, 1, 16, 0, 16 * len(keys), keys, former)
 
-    lookups = Lookups(engine.control, KvHoldStats(), patient=True)
+    lookups = Lookups(engine.control, KvHoldStats(), patience=lambda tokens: 10.0)
     names = [f"request {number}" for number in range(PENDING)]
     times = []
     for step in range(220):

@@ -197,10 +197,12 @@ class Engine:
         shards: tuple[int, ...] = (),
         watch: bool = False,
         key_bytes: int = 8,
+        chain: bool = False,
     ) -> list[Effect]:
         self.shards[space] = shards or (size // self.world,) * self.world
         self.names[space] = namespace, group
-        opening = ev.Open(self.scheduler, space, namespace, group, key_bytes, self.shards[space], slots, watch)
+        shards = self.shards[space]
+        opening = ev.Open(self.scheduler, space, namespace, group, key_bytes, shards, slots, watch, chain=chain)
         return self.world_.settle(opening)
 
     def take(self, count: int, space: int = 0) -> list[Slot]:

@@ -6,16 +6,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from bed import LLM, free_blocks, generate, prompt, running, scheduler_half, settle, worker_half
 from manager_process import Manager
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
+from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.worker import WorkerHalf
@@ -69,6 +72,19 @@ def serving(
     with running(model_dir, connector=connect(manager, **settings), role=role, **options) as llm:
         warm_up(llm, credits if role != "kv_consumer" else 0)
         yield llm
+
+
+def in_step_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start from now on are ranks of a mixture of experts, as far as their scheduler halves can tell."""
+    init = SchedulerHalf.__init__
+
+    def as_rank(self: SchedulerHalf, config: Any, cache: Any, settings: Settings) -> None:
+        config = copy(config)
+        config.parallel_config = copy(config.parallel_config)
+        config.parallel_config.data_parallel_size = 2
+        init(self, config, cache, settings)
+
+    monkeypatch.setattr(SchedulerHalf, "__init__", as_rank)
 
 
 def warm_up(llm: LLM, credits: int = 64) -> None:

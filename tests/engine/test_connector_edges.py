@@ -32,7 +32,7 @@ from vllm.v1.request import Request
 from kvhold import protocol as wire
 from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
-from kvhold.engines.vllm import spaces
+from kvhold.engines.vllm import spaces, tails
 from kvhold.engines.vllm.connector import KvHoldConnector
 from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.groups import Group, kept_groups
@@ -87,14 +87,14 @@ class Asking:
         self.control: Any = SimpleNamespace(
             attachment=1,
             silent=False,
-            overdue=lambda ticket: False,
+            overdue=lambda ticket, patience: False,
             reading=lambda ticket: False,
             start=lambda ticket: True,
             release=lambda tickets: self.released.extend(ticket.op for ticket in tickets),
         )
         self.hit, self.fails = hit, fails
         self.stats = KvHoldStats()
-        self.lookups = Lookups(self.control, self.stats, patient=True)
+        self.lookups = Lookups(self.control, self.stats, patience=lambda tokens: 1.0)
 
     def ask(self, former: Ticket | None) -> Any:
         self.asked += 1
@@ -275,6 +275,12 @@ def test_a_restore_must_fill_just_the_blocks_that_the_engine_gave() -> None:
 # Publishing
 
 
+class Block(int):
+    """A block of the engine's pool, by number."""
+
+    block_hash: bytes | None = None
+
+
 class Storing:
     """A :class:`Publishing` over ``groups`` with hashes of 16 tokens; each rank's copy has 4096 bytes."""
 
@@ -285,6 +291,7 @@ class Storing:
         credit = {number: _slots(slots) for number in range(len(groups))}
         self.control: Any = SimpleNamespace(
             attachment=1,
+            silent=False,
             credit=credit,
             commit=lambda space, parent, depth, keys, *_: self.told.append(("commit", space, depth, *keys)),
             give_back=lambda space, taken: self.told.append(("back", space, len(taken))),
@@ -293,8 +300,11 @@ class Storing:
         self.publishing = Publishing(
             self.control, KvHoldStats(), decode, lambda _: spaces, lambda _: stored, lambda *_: True, None
         )
+        self.blocks = [Block(number) for number in range(1000)]
+        for block in self.blocks:
+            block.block_hash = b"%d" % block
         pool: Any = SimpleNamespace(
-            num_gpu_blocks=1000, blocks=range(1000), touch=self.touched.extend, free_blocks=self.freed.extend
+            num_gpu_blocks=1000, blocks=self.blocks, touch=self.touched.extend, free_blocks=self.freed.extend
         )
         reach = object.__new__(Reach)
         reach.groups, reach.by_index = groups, {group.index: at for at, group in enumerate(groups)}
@@ -373,6 +383,55 @@ def test_what_is_being_stored_is_not_stored_again_by_another_request_or_a_later_
 def test_null_blocks_and_what_is_there_already_are_passed_over() -> None:
     storing = Storing(FULL, stored=({32, 80},))
     assert blocks(storing.step(storing.request(), 96, [10, 11, 0, 13, 14, 15])) == [(0, [10]), (0, [13]), (0, [15])]
+
+
+@pytest.mark.parametrize("group", [FULL, replace(FULL, whole=False, window=64)], ids=["chain", "window"])
+def test_what_a_request_leaves_for_want_of_slots_is_stored_as_far_as_it_is_still_there(group: Group) -> None:
+    storing = Storing(group, slots=2)
+    request = storing.request()
+    assert blocks(storing.step(request, 96, range(10, 16))) == [(0, [10, 11])]
+    request.num_computed_tokens, request.num_tokens = 96, 97
+    storing.publishing.finish(request, (range(10, 16),))
+    storing.publishing.forget("r")
+    assert storing.publishing.holding
+    other = storing.request("other", first=100)
+    assert storing.step(other, 1, []) == [], "there are no slots yet"
+    storing.control.credit[0] = _slots(1)
+    assert blocks(storing.step(other, 1, [])) == [(0, [12])]
+    storing.blocks[14].block_hash = b"of another prompt"
+    storing.control.credit[0] = _slots(9)
+    assert blocks(storing.step(other, 1, [])) == [(0, [13])] + ([] if group.whole else [(0, [15])])
+    storing.end(1, 0, 1)
+    storing.end(2, 0, 1)
+    storing.end(3, 0, 1)
+    if not group.whole:
+        storing.end(4, 0, 1)
+    assert not storing.publishing.holding
+    assert len(storing.freed) == len(storing.touched), "nothing is held for it"
+
+
+@pytest.mark.parametrize("why", ["time", "session", "silence", "reset"])
+def test_what_a_request_leaves_is_not_waited_for_in_vain(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storing = Storing(FULL, slots=0)
+    request = storing.request()
+    storing.step(request, 96, range(10, 16))
+    request.num_computed_tokens, request.num_tokens = 96, 97
+    storing.publishing.finish(request, (range(10, 16),))
+    storing.publishing.forget("r")
+    storing.control.credit[0] = _slots(9)
+    assert storing.publishing.holding
+    match why:
+        case "time":
+            monkeypatch.setattr(tails, "TAIL_SECONDS", -1.0)
+        case "session":
+            storing.control.attachment = 2
+        case "silence":
+            storing.control.silent = True
+        case "reset":
+            storing.publishing.forget_all()
+    assert storing.publishing.holding is (why == "silence"), "the engine steps no longer than that"
+    assert storing.step(storing.request("other", first=100), 1, []) == []
+    assert not storing.publishing.holding
 
 
 def test_a_block_that_was_evicted_meanwhile_is_stored_again() -> None:

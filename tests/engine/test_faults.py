@@ -119,23 +119,6 @@ def test_with_a_query_pending(llama_dir: Path, manager: Manager, fault: str) -> 
         check_still_useful(llm, manager, expected)
 
 
-def test_a_stopped_manager_costs_one_deadline_and_no_more_questions(llama_dir: Path, manager: Manager) -> None:
-    expected = reference(llama_dir, PROMPTS)
-    with serving(llama_dir, manager, settings={"answer_deadline_ms": 20}) as llm, counting() as counts:
-        manager.stop()
-        for _ in range(3):
-            assert generate(llm, PROMPTS) == expected
-            assert llm.reset_prefix_cache()
-        # one step may have asked for all three before the first became overdue
-        assert 1 <= counts["answers_overdue"] <= 3
-        assert counts["tokens_missed_deadline"] == 3 * 3 * 384
-        assert scheduler_side(llm).control.waited < 1
-        manager.cont()
-        until(lambda: attached(llm) and not scheduler_side(llm).control.silent, "the manager is heard again")
-    with serving(llama_dir, manager) as llm:
-        check_still_useful(llm, manager, expected)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_during_a_load(llama_dir: Path, manager: Manager, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference(llama_dir, PROMPTS)

@@ -17,6 +17,7 @@ from kvhold_bed import (
     check_identity,
     check_nothing_held,
     counting,
+    in_step_with_others,
     scheduler_side,
     serving,
     status,
@@ -114,7 +115,7 @@ def ready(llm: LLM, adapter: LoRARequest) -> None:
 
 
 def test_what_an_adapter_computed_is_restored_for_it_alone(
-    llama_dir: Path, tmp_path: Path, manager: Manager, adapter: LoRARequest
+    llama_dir: Path, tmp_path: Path, manager: Manager, adapter: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = LoRARequest("other", 2, str(write_adapter(tmp_path / "other", 2)))
     all_of_them = (adapter, other, None)
@@ -134,9 +135,12 @@ def test_what_an_adapter_computed_is_restored_for_it_alone(
         check_nothing_held(llm, free, manager.socket)
     check_identity(counts)
     assert counts["tokens_missed_lora"] == 0
-    with serving(llama_dir, manager, **LORA) as llm:  # another engine's first request with it
-        restored = ask(llm, tokens(PROMPTS), adapter)
-        assert (restored, cached(restored)) == (expected[adapter], [384, 384])
+    for topology in ("alone", "data parallel in step"):
+        if topology != "alone":
+            in_step_with_others(monkeypatch)
+        with serving(llama_dir, manager, **LORA) as llm:  # another engine's first request with it
+            restored = ask(llm, tokens(PROMPTS), adapter)
+            assert (restored, cached(restored)) == (expected[adapter], [384, 384]), topology
 
 
 def test_more_adapters_than_are_spoken_of_at_once(

@@ -87,3 +87,22 @@ def test_generated_blocks_are_kept_on_demand(tmp_path: Path, manager: Manager, n
                 [again] = generate(llm, [text], 1)
                 kept = len(text) - 1 if decode else len(tokens) - 1
                 assert again.cached == kept // unit * unit
+
+
+def test_a_short_request_is_stored_whole_in_a_small_arena(llama_dir: Path, short_folder: Path) -> None:
+    """It may write an eighth of the arena at once, and the rest as slots are granted again."""
+    tokens = prompt(59 * 32 + 5, 3)
+    manager = Manager(short_folder, dram="4MiB")
+    try:
+        with serving(llama_dir, manager, credits=16) as llm, counting() as counts:
+            free = free_blocks(llm)
+            generate(llm, [tokens], 1)
+            assert counts["blocks_published"] < 59, "more than is granted at once"
+            settle(llm)
+            check_nothing_held(llm, free, manager.socket)
+            assert counts["blocks_published"] == 59
+            assert llm.reset_prefix_cache()
+            [again] = generate(llm, [tokens], 1)
+            assert again.cached == 59 * 32
+    finally:
+        manager.kill()

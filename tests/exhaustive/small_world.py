@@ -346,7 +346,8 @@ class SmallWorld:
         want = self.setting.wants[space]
         refusals = self.refusals
         owner.credits[space] = []
-        opening = ev.Open(owner.scheduler, space, NAMESPACES[space], 0, 2, shards, 1 if want is None else want, True)
+        slots = 1 if want is None else want
+        opening = ev.Open(owner.scheduler, space, NAMESPACES[space], 0, 2, shards, slots, watch=True, chain=True)
         effects = self._tell(opening)
         if self.refusals > refusals:  # it was not closed altogether yet
             del owner.credits[space]
@@ -390,6 +391,8 @@ class SmallWorld:
         shards = (UNIT * self.setting.sizes[space],) if lie != "shards" else ()
         parent = A0 if keys == (A1,) else b""
         effects = self._tell(ev.Commit(owner.scheduler, space, parent, 0, b"".join(keys), *pack(slots), shards))
+        if keys == (A1,) and NAMES[A0] not in known and NAMES[A1] not in known:
+            assert NAMES[A1] not in self.known(), "nobody can reach it"
         if lie != "right":
             self._nothing_happened(known, effects)
             assert (lie == "shards") == any(isinstance(effect, ev.Refuse) for effect in effects)
@@ -805,10 +808,15 @@ class Canon:
                     catalogue.leases[row],
                     catalogue.owner[row] and catalogue.indexes[catalogue.owner[row]].namespace.name,
                     catalogue.place[row],
+                    self.follower(row),
                     content.get(catalogue.offset[row]) if slot else None,
                 )
             )
         return sorted(found, key=repr)
+
+    def follower(self, row: int) -> Any:
+        after = self.catalogue.after[row]
+        return self.name(after) if after >= 0 and self.catalogue.before[after] == row else None
 
     def runs(self) -> tuple[Any, ...]:
         arena = self.core.arena

@@ -362,6 +362,27 @@ MUTATIONS: Final = (
         "        for first, last in pieces:\n",
         "chains go from their ends",
     ),
+    Mutation(
+        "what nobody can reach is kept",
+        "credits.py",
+        "    return index.chain and bool(before) and index.get(before) is None\n",
+        "    return False\n",
+        "what cannot be reached goes first",
+    ),
+    Mutation(
+        "what windows need is not kept without what comes before it",
+        "credits.py",
+        "    return index.chain and bool(before) and index.get(before) is None\n",
+        "    return bool(before) and index.get(before) is None\n",
+        "only chains need what comes before",
+    ),
+    Mutation(
+        "what follows a lost object goes in its turn",
+        "catalogue.py",
+        "        self._strand(row)\n",
+        "",
+        "what cannot be reached goes first",
+    ),
     # --- reads
     Mutation(
         "what is skipped is leased and read",

@@ -43,6 +43,11 @@ def geometry_of(geometry: int, world: int) -> tuple[bytes, int, tuple[int, ...]]
     return bytes([group % 2, world]) + b"n", group, (SIZES[geometry] * UNIT,) + (UNIT,) * (world - 1)
 
 
+def chained(group: int) -> bool:
+    """Whether objects of a group are of use only beside all that come before them."""
+    return group != 1
+
+
 small = st.integers(0, 11)
 rarely = st.integers(0, 15).map(lambda number: number == 15)
 lies = st.sampled_from(["", "", "", "", "", "spent", "foreign", "epoch", "unknown", "twice"])
@@ -297,7 +302,7 @@ class Engines(CoreModel):
         scheduler = engine.scheduler
         assert scheduler is not None
         namespace, group, shards = geometry_of(geometry, WORLDS[engine.instance])
-        event = ev.Open(scheduler.id, space, namespace, group, 2, shards, slots, watch)
+        event = ev.Open(scheduler.id, space, namespace, group, 2, shards, slots, watch, chain=chained(group))
         if engine.broken:
             assert said(self.do(event)) == []
             return
@@ -384,14 +389,20 @@ class Engines(CoreModel):
             return
         fresh, expected = Fresh(), Counter[str]()
         full = self.core.objects + len(slots) > self.limits.max_objects
+        [before] = space.names([parent])
         for name, slot in zip(space.names(keys), slots, strict=True):
+            before, former = name, before
             if space.credits.get(slot.row) != slot:
                 expected["stale"] += 1
                 continue
             engine.spent.append(space.credits.pop(slot.row))
             known = name in fresh or self.seen.get(name) is not None or self.loading(name)
+            reached = not former[2] or {former, name} & (self.seen.keys() | fresh.keys())
             if known:
                 expected["duplicates"] += 1
+            elif chained(space.group) and not reached:
+                expected["unreachable"] += 1
+                continue
             else:
                 expected["commits"] += 1
             if not known or full:
@@ -400,7 +411,8 @@ class Engines(CoreModel):
         if not space.want and not space.credits:
             del engine.spaces[at]
         self.do(event, fresh)
-        counted = {what: self.core.counters[what] - counters[what] for what in ("stale", "duplicates", "commits")}
+        told = ("stale", "duplicates", "commits", "unreachable")
+        counted = {what: self.core.counters[what] - counters[what] for what in told}
         if full:  # what gives way for one may be the next
             over = self.core.counters["over_max_objects"] - counters["over_max_objects"]
             assert sum(counted.values()) + over == len(slots)

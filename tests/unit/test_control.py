@@ -1,4 +1,4 @@
-"""The client's side of a question: when it stops to ask, and when it asks again."""
+"""The client's side of a question: how long it is waited for, and when nothing is asked."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ class Line:
 
     def __init__(self) -> None:
         self.lost, self.drained = False, True
+        self.turns, self.unsent = 0, 0
         self.welcome = wire.Welcome(7, 1, 1 << 20)
         self.sent: list[Any] = []
         self.inbox: list[Any] = [wire.Ready()]
@@ -36,26 +37,71 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def attached() -> tuple[Control, Line]:
     line = Line()
-    asking = Control(SimpleNamespace(channel=line), 0.0, 0.03, 3.0)  # type: ignore[arg-type]
+    asking = Control(SimpleNamespace(channel=line), 0.0, 3.0)  # type: ignore[arg-type]
     asking.new_step()
     return asking, line
 
 
-def test_a_manager_that_stays_silent_is_asked_again_after_a_while_and_then_less_often(clock: list[float]) -> None:
+def test_a_manager_that_makes_no_turn_after_a_question_is_silent_until_it_makes_one(clock: list[float]) -> None:
     asking, line = attached()
-    for pause in (1, 2, 4, 8):
-        assert not asking.silent
-        ticket = asking.ask(1, 0, b"k" * 32)
-        clock[0] += 0.05
-        assert asking.overdue(ticket)
-        assert asking.silent
-        asking.release((ticket,))
-        clock[0] += pause - 0.01
-        assert asking.silent
-        clock[0] += 0.02
-    line.inbox.append(wire.Expired(99, 1))  # whatever it says, it is there
-    asking.pump()
+    clock[0] += 100
+    assert not asking.silent, "it was told nothing"
+    ticket = asking.ask(1, 0, b"k" * 32)
+    clock[0] += 0.2
     assert not asking.silent
+    assert asking.overdue(ticket, 0.1)
+    asking.release((ticket,))
+    asking.ask(1, 0, b"k" * 32)
+    clock[0] += 0.06
+    assert asking.silent, "later questions do not make it any livelier"
+    clock[0] += 100
+    assert asking.silent
+    line.turns += 1
+    assert not asking.silent
+
+
+def test_a_slow_manager_is_not_a_silent_one(clock: list[float]) -> None:
+    asking, line = attached()
+    for _ in range(20):
+        ticket = asking.ask(1, 0, b"k" * 32)
+        clock[0] += 0.1
+        line.turns += 1
+        assert not asking.silent
+        assert not asking.overdue(ticket, 0.2), "it is waited for as long as the hit is worth"
+        clock[0] += 0.1
+        line.turns += 1
+        assert asking.overdue(ticket, 0.15)
+        assert not asking.silent, "others are asked all the same"
+        asking.release((ticket,))
+
+
+def test_a_manager_that_does_not_read_is_not_asked_more(clock: list[float]) -> None:
+    asking, line = attached()
+    line.unsent = control.MOST_UNSENT + 1
+    assert asking.silent
+    line.unsent = 0
+    assert not asking.silent
+
+
+def test_what_is_leased_for_a_forgone_question_is_given_up_as_its_answer_comes(clock: list[float]) -> None:
+    asking, line = attached()
+    ticket = asking.ask(1, 0, b"k" * 64)
+    asking.forgo(ticket)
+    line.inbox.append(wire.Answer(ticket.op, ticket.revision, 2, b"o" * 16, ""))
+    learned = asking.answer(ticket)
+    assert learned is not None
+    assert (learned.resident, learned.offsets) == (2, b"")
+    assert line.sent[-1] == wire.Release(((ticket.op, ticket.revision),))
+
+
+def test_nothing_is_read_from_a_disk_for_a_forgone_question(clock: list[float]) -> None:
+    asking, line = attached()
+    ticket = asking.ask(1, 0, b"k" * 64)
+    asking.forgo(ticket)
+    line.inbox.append(wire.Waiting(ticket.op, ticket.revision, 1))
+    assert asking.answer(ticket) is None
+    assert line.sent[-1] == wire.Release(((ticket.op, ticket.revision),))
+    assert asking.overdue(ticket, 100.0), "no answer comes"
 
 
 def test_an_answer_that_waits_for_a_disk_has_more_time(clock: list[float]) -> None:
@@ -66,15 +112,15 @@ def test_an_answer_that_waits_for_a_disk_has_more_time(clock: list[float]) -> No
     assert asking.reading(ticket)
     clock[0] += 2.0
     assert asking.answer(ticket) is None
-    assert not asking.overdue(ticket)
+    assert not asking.overdue(ticket, 0.03)
     assert not [message for message in line.sent if isinstance(message, wire.Hurry)]
     clock[0] += 1.0
     for _ in range(2):  # it is asked for what is there, once, and has as long to say so as for any other answer
         assert asking.answer(ticket) is None
         assert [m for m in line.sent if isinstance(m, wire.Hurry)] == [wire.Hurry(ticket.op, ticket.revision)]
-        assert not asking.overdue(ticket)
+        assert not asking.overdue(ticket, 0.03)
     clock[0] += 0.05
-    assert asking.overdue(ticket)
+    assert asking.overdue(ticket, 0.03)
 
 
 def test_the_answer_of_an_earlier_revision_is_not_the_later_ones(clock: list[float]) -> None:

@@ -1,5 +1,6 @@
 """One session with a manager: a connected socket, its messages, and what the Welcome brought."""
 
+import mmap
 import os
 import select
 import socket
@@ -41,6 +42,7 @@ class Channel:
         self._inbox: list[wire.ManagerMessage] = []
         self._buffer = bytearray(1 << 16)
         self.arena_fd = -1
+        self._pulse: memoryview | None = None
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self.socket.settimeout(timeout)
@@ -48,7 +50,7 @@ class Channel:
             if peer(self.socket)[1] != os.getuid():
                 raise AttachError(f"{path} is another user's")
             self.socket.sendall(wire.PREAMBLE + wire.frame(hello))
-            self.welcome = self._await_welcome(timeout)
+            self.welcome = self._await_welcome(timeout, hello.role)
             self.socket.settimeout(None)
         except OSError as error:
             self.close()
@@ -58,24 +60,45 @@ class Channel:
             self.close()
             raise AttachError(str(error)) from None
 
-    def _await_welcome(self, timeout: float) -> wire.Welcome:
+    def _await_welcome(self, timeout: float, role: str) -> wire.Welcome:
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 1)
             for descriptor in descriptors:
-                self.arena_fd = descriptor
+                if role == "scheduler":
+                    self._map_pulse(descriptor)
+                else:
+                    self.arena_fd = descriptor
             if not data:
                 raise AttachError(f"the manager on {self.path} closed the connection")
             self._inbox += map(wire.FROM_MANAGER.decode, self._reader.feed(data))
             if self._inbox:
                 match self._inbox.pop(0):
                     case wire.Welcome() as welcome:
+                        if role == "scheduler" and self._pulse is None:
+                            raise AttachError(f"the manager on {self.path} gave no sign of life to look at")
                         return welcome
                     case wire.Refused(reason):
                         raise AttachError(f"the manager on {self.path} refused: {reason}")
                     case other:
                         raise AttachError(f"the manager on {self.path} began with {type(other).__name__}")
         raise AttachError(f"the manager on {self.path} did not answer within {timeout:g} s")
+
+    def _map_pulse(self, descriptor: int) -> None:
+        try:
+            self._pulse = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)).cast("Q")
+        finally:
+            os.close(descriptor)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the manager's loop, as a scheduler session sees them: while they grow in number, it runs."""
+        return self._pulse[0] if self._pulse is not None else 0
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of what was said that the socket did not take: the manager has not read what was said before."""
+        return len(self._outbox)
 
     def send(self, message: wire.ClientMessage) -> None:
         """Queue ``message`` and send what the socket takes now; never waits."""

@@ -1,7 +1,7 @@
 """The scheduler half's side of the protocol: questions, credits and commits, none of which ever waits for long.
 
-All of it runs on the engine's scheduler thread. Waiting is taken out of one budget per engine step, and a manager that
-left a question unanswered past its deadline is not asked again until it says anything at all.
+All of it runs on the engine's scheduler thread. Waiting is taken out of one budget per engine step. A manager that is
+slow is asked on and on; one that does not run is not asked until it does.
 """
 
 import time
@@ -16,8 +16,10 @@ from kvhold.client.keeper import Keeper
 
 Parts = tuple[tuple[int, bytes], ...]
 """(space, keys one after the other), for each space."""
-_LONGEST_SILENCE = 30.0
-"""Seconds; the first time it is one, and then twice as long each time."""
+SILENT_SECONDS = 0.25
+"""A manager that was told something and has not made a turn for so long does not run."""
+MOST_UNSENT = 4 << 20
+"""Bytes of what was told that a manager may leave unread and still be asked something."""
 MAX_BATCH = 256
 """Slots named in one message."""
 
@@ -31,6 +33,7 @@ class Geometry:
     key_bytes: int
     shards: tuple[int, ...]
     label: str = ""
+    chain: bool = False
 
 
 def padded(shard: int) -> int:
@@ -59,6 +62,7 @@ class _Asked:
     waiting: bool = False  # for a disk, says the manager
     hurried: bool = False  # it was asked for what is there
     expired: bool = False
+    forgone: bool = False  # what it leases is not wanted any more
 
     @property
     def answered(self) -> bool:
@@ -100,11 +104,16 @@ class Watcher(Protocol):
 class Control:
     """One scheduler half's session, whichever it is at the moment.
 
+    A step may wait for ``step_seconds``, and a question for ``read_seconds`` while the manager reads from a disk. After
+    ``silent_seconds`` without a turn of its loop a manager counts as one that does not run.
+
     :attr:`attachment` is 0 while plans must not be made, and otherwise a number that is new for every attachment;
     what was granted, leased or asked under another number is void.
     """
 
-    def __init__(self, keeper: Keeper, step_seconds: float, answer_seconds: float, read_seconds: float) -> None:
+    def __init__(
+        self, keeper: Keeper, step_seconds: float, read_seconds: float, silent_seconds: float = SILENT_SECONDS
+    ) -> None:
         self.attachment = 0
         self.incarnation = 0
         self.reports: tuple[bytes, ...] = ()  # of the workers of this attachment
@@ -117,14 +126,14 @@ class Control:
         self._channel: Channel | None = None
         self._step_seconds = step_seconds
         self._left = step_seconds
-        self._answer_seconds = answer_seconds
         self._read_seconds = read_seconds
+        self._silent_seconds = silent_seconds
         self._attachments = 0
         self._next_op = 1
         self._asked: dict[int, _Asked] = {}
         self._granted: dict[int, int] = {}  # by space, slots that are neither committed nor returned
-        self._silent_since = 0.0  # 0: it is not silent
-        self._silences = 0  # in a row
+        self._told: float | None = None  # since when there is something that no turn of the manager has followed
+        self._turns = 0  # of the manager, then
 
     # --- the session --------------------------------------------------------------------------------------------
 
@@ -144,7 +153,7 @@ class Control:
         if channel is None:
             return
         for message in channel.receive(wait):
-            self._silent_since, self._silences = 0.0, 0
+            self._told = None
             self._handle(channel, message)
         if channel.lost:
             self._reset()
@@ -155,12 +164,15 @@ class Control:
         self._asked.clear()
         self._granted.clear()
         self._key_bytes.clear()
-        self._silent_since, self._silences = 0.0, 0
+        self._told = None
 
     def _handle(self, channel: Channel, message: wire.ManagerMessage) -> None:
         match message:
             case wire.Answer(op, revision):
                 if asked := self._latest(op, revision):
+                    if asked.forgone and message.offsets:
+                        self._send(wire.Release(((op, revision),)))
+                        message.offsets = b""
                     asked.answer = message
             case wire.Residency(op, tiers):
                 asked = self._asked.get(op)
@@ -169,6 +181,8 @@ class Control:
             case wire.Waiting(op, revision):
                 if asked := self._latest(op, revision):
                     asked.waiting = True
+                    if asked.forgone:
+                        self.release((asked.ticket,))  # it shall not be read for nobody
             case wire.Expired(op, revision):
                 if asked := self._latest(op, revision):
                     asked.expired = True
@@ -211,18 +225,8 @@ class Control:
         self._granted[space] = 0
         self._key_bytes[space] = geometry.key_bytes
         watch = self.watcher is not None
-        self._send(
-            wire.Open(
-                space,
-                geometry.namespace,
-                geometry.group,
-                geometry.key_bytes,
-                geometry.shards,
-                slots,
-                watch,
-                geometry.label,
-            )
-        )
+        about = geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards
+        self._send(wire.Open(space, *about, slots, watch, geometry.label, geometry.chain))
 
     def close(self, space: int) -> None:
         """Stop speaking of ``space``. Slots that were taken may still be committed or returned."""
@@ -235,17 +239,21 @@ class Control:
 
     @property
     def silent(self) -> bool:
-        """Whether the manager owes an answer past its deadline and has said nothing since.
+        """Whether the manager does not run: it has not made a turn since it was told something, for too long.
 
-        After a while it is asked once more: it may have had nothing to say.
+        One that has left megabytes unread is no better. What makes it run ends it, for it has something to read.
         """
-        pause = min(_LONGEST_SILENCE, 2.0 ** (self._silences - 1))
-        return self._silent_since > 0 and time.monotonic() - self._silent_since < pause
+        if self._channel is None:
+            return False
+        if self._told is not None and self._channel.turns != self._turns:
+            self._told = None
+        stopped = self._told is not None and time.monotonic() - self._told >= self._silent_seconds
+        return stopped or self._channel.unsent > MOST_UNSENT
 
-    def _fall_silent(self) -> None:
-        if not self.silent:
-            self._silent_since = time.monotonic()
-            self._silences += 1
+    def _ask(self, question: wire.ClientMessage) -> None:
+        if self._channel is not None and (self._told is None or self._channel.turns != self._turns):
+            self._told, self._turns = time.monotonic(), self._channel.turns
+        self._send(question)
 
     def ask(self, space: int, skip: int, keys: bytes, former: Ticket | None = None) -> Ticket:
         """Ask for a chain. What the same request asked before is void from now on, and what it leased is given up."""
@@ -254,7 +262,7 @@ class Control:
             self._asked[ticket.op] = _Asked(ticket)
         else:
             ticket = self._new_operation()
-        self._send(wire.Query(ticket.op, ticket.revision, space, skip, keys))
+        self._ask(wire.Query(ticket.op, ticket.revision, space, skip, keys))
         return ticket
 
     def _new_operation(self) -> Ticket:
@@ -270,7 +278,7 @@ class Control:
             self._asked.pop(former.op, None)  # it was answered with nothing
             ticket = replace(ticket, since=former.since)
         self._asked[ticket.op] = _Asked(ticket, looks=True)
-        self._send(wire.Lookup(ticket.op, parts))
+        self._ask(wire.Lookup(ticket.op, parts))
         return ticket
 
     def residency(self, ticket: Ticket, patient: bool = True) -> tuple[bytes, ...] | None:
@@ -286,7 +294,7 @@ class Control:
         """Ask for exactly these keys, all or none, after the look ``looked``; ``used`` ones only count as used."""
         ticket = replace(looked, revision=looked.revision + 1)
         self._asked[ticket.op] = _Asked(ticket)
-        self._send(wire.Prepare(ticket.op, ticket.revision, parts, used=used))
+        self._ask(wire.Prepare(ticket.op, ticket.revision, parts, used=used))
         return ticket
 
     def use(self, looked: Ticket, used: Parts) -> None:
@@ -336,18 +344,22 @@ class Control:
             self.waited += spent
             self.exhausted += self._left <= 0
 
-    def overdue(self, ticket: Ticket) -> bool:
-        """Whether an answer will not be waited for any longer: it is too old, or its session is over."""
+    def overdue(self, ticket: Ticket, patience: float) -> bool:
+        """Whether an answer will not be waited for any longer: after ``patience`` seconds, or if none can come."""
         asked = self._latest(ticket.op, ticket.revision)
-        if asked is None:
+        if asked is None or self.silent:
             return True
-        age = time.monotonic() - ticket.since
-        if asked.waiting and not self.silent:
-            return age >= self._read_seconds + self._answer_seconds
-        if age < self._answer_seconds and not self.silent:
-            return False
-        self._fall_silent()
-        return True
+        if not asked.waiting:
+            return time.monotonic() - ticket.since >= patience
+        return time.monotonic() - ticket.since >= self._read_seconds + patience
+
+    def forgo(self, ticket: Ticket) -> None:
+        """Restore nothing of what ``ticket`` asked for; its answer may still come, and what it leases is given up."""
+        asked = self._latest(ticket.op, ticket.revision)
+        if asked is not None and (asked.answered or asked.waiting):
+            self.release((ticket,))
+        elif asked is not None:
+            asked.forgone = True
 
     def reading(self, ticket: Ticket) -> bool:
         """Whether the manager has said that it reads what was asked for from a disk."""

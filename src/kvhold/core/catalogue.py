@@ -46,10 +46,12 @@ class Index:
 
     ``watchers`` are the (session, space) that are told what leaves it, in the order in which they came. Of the keys
     ``asked`` for, ``found`` were here, ``read`` of them in a log alone. ``used_at`` is when any was stored or used.
+    In a ``chain`` an object is of use only beside all that come before it.
     """
 
     __slots__ = (
         "asked",
+        "chain",
         "found",
         "group",
         "id",
@@ -76,6 +78,7 @@ class Index:
         self.key_bytes = key_bytes
         self.shards = shards
         self.size = size
+        self.chain = False
         self.users = 0
         self.objects = 0
         self.slots = 0
@@ -259,6 +262,7 @@ class Catalogue(Rows):
         self._list(row, index, key)
         self.recency.insert(row, index.recency, self._near(parent))
         index.used_at = self.recency.now
+        self._follow(row, index, parent)
 
     def recover(self, index: Index, key: bytes, place: int) -> int:
         """An object that was found in a log: older than all that were found before, which are younger there."""
@@ -286,6 +290,21 @@ class Catalogue(Rows):
         self.offset[row], self.epoch[row], self.state[row] = offset, epoch, State.RESIDENT
         self.recency.insert(row, index.recency, self._near(parent))
         index.used_at = self.recency.now
+        self._follow(row, index, parent)
+
+    def _follow(self, row: int, index: Index, parent: int | None) -> None:
+        if index.chain and parent is not None:
+            self.before[row], self.after[parent] = parent, row
+
+    def _strand(self, row: int) -> None:
+        """What follows ``row``, which is gone, is of no use any more: in DRAM it goes first of its list."""
+        after = self.after[row]
+        if after < 0 or self.before[after] != row:
+            return
+        self.before[after] = -1
+        if self.state[after] == State.RESIDENT:
+            self.recency.remove(after)
+            self.recency.append(after, self.indexes[self.owner[after]].recency)
 
     def _list(self, row: int, index: Index, key: bytes) -> None:
         self.owner[row] = index.id
@@ -308,6 +327,7 @@ class Catalogue(Rows):
         self.leave_log(row)
         if state != State.LOADING:
             self.recency.remove(row)
+        self._strand(row)
         if state == State.COLD:
             self.cold -= 1
             self.drop(row)

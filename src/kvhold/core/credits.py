@@ -58,6 +58,7 @@ class Credits:
             return [ev.Refuse(event.session, "the same namespace is known with another geometry")]
         self._catalogue.use(index)
         index.namespace.label = event.label
+        index.chain = index.chain or event.chain
         note = ""
         if size > self._common.capacity:
             note = f"one object has {size} bytes, more than the whole arena of {self._common.capacity}"
@@ -271,9 +272,13 @@ class Credits:
                 catalogue.replace(row, known, parent)
                 stored.append(known)
                 parent = known
+            elif _cut_off(index, before):
+                self._not_kept(index, key, row, "unreachable")
             elif catalogue.objects >= limit and not catalogue.forget_one():
-                catalogue.free(row)
-                counters["over_max_objects"] += 1
+                self._not_kept(index, key, row, "over_max_objects")
+                parent = None
+            elif _cut_off(index, before):  # by what gave way
+                self._not_kept(index, key, row, "unreachable")
                 parent = None
             else:
                 catalogue.insert(row, index, key, parent)
@@ -288,6 +293,11 @@ class Credits:
             self._want(attachment, event.space)
         self._drop_if_closed(attachment, event.space)
         return self._told(space, keys)
+
+    def _not_kept(self, index: Index, key: bytes, row: int, why: str) -> None:
+        self._common.story.note(Kind.NOT_KEPT, fingerprint(key), index.id, row, self._catalogue.epoch[row])
+        self._catalogue.free(row)
+        self._common.counters[why] += 1
 
     def _told(self, space: Space, keys: Sequence[bytes]) -> list[Effect]:
         """What who watches a space is told after a commit of these keys: first what gave way to them."""
@@ -314,3 +324,8 @@ class Credits:
                 self._want(attachment, number)
             self._drop_if_closed(attachment, number)
         return []
+
+
+def _cut_off(index: Index, before: bytes) -> bool:
+    """Whether nobody could reach what follows ``before``, which is empty for a chain's first object."""
+    return index.chain and bool(before) and index.get(before) is None

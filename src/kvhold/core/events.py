@@ -104,6 +104,7 @@ class Open:
     rank. ``slots`` is how many credits it can use.
     Who will ``watch`` is told, until it closes the space, of what can be found there and what cannot any more.
     ``label`` is what people call the namespace.
+    In a ``chain`` an object is of use only beside all that come before it; elsewhere, as with windows, each may be.
     """
 
     session: int
@@ -115,6 +116,7 @@ class Open:
     slots: int
     watch: bool = False
     label: str = ""
+    chain: bool = False
 
 
 @dataclass(slots=True, frozen=True)

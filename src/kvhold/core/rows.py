@@ -58,6 +58,8 @@ class Rows:
         self.place = array("Q")  # in a log; 0 is nowhere
         self.older = array("i")
         self.newer = array("i")
+        self.before = array("i")  # in a chain: the row of what comes before; it counts where that one says so, too
+        self.after = array("i")  # and of what came last to follow it; -1 is nothing
         self.key: list[bytes] = []
         self.spare: list[int] = []
 
@@ -70,8 +72,8 @@ class Rows:
         self.logged.append(0)
         for column in (self.leases, self.epoch, self.offset, self.owner, self.size, self.stamp, self.place):
             column.append(0)
-        self.older.append(-1)
-        self.newer.append(-1)
+        for column in (self.older, self.newer, self.before, self.after):
+            column.append(-1)
         self.key.append(b"")
         return row
 
@@ -79,6 +81,7 @@ class Rows:
         """The row is FREE: its slot is given back, it is in no list and in no index."""
         self.state[row] = State.FREE
         self.logged[row] = 0
+        self.before[row] = self.after[row] = -1
         self.spare.append(row)
 
     def move(self, row: int, state: int) -> None:

@@ -15,7 +15,7 @@ ENTRIES = 1 << 16
 class Kind(IntEnum):
     """What happened. ``a`` and ``b`` of an entry are what the comment says."""
 
-    # to an object; actor is its index, of the last two the session that asked
+    # to an object; actor is its index, of MISSING and CUT the session that asked
     STORED = 1  # row, slot epoch
     DUPLICATE = 2  # row, slot epoch of the copy that was not needed
     EVICTED = 3  # row, slot epoch
@@ -30,6 +30,7 @@ class Kind(IntEnum):
     RECLAIMED = 12  # row, segment number
     MISSING = 13  # operation, position in its chain: a question ended here
     CUT = 14  # operation, block_of: its longest hit ended here
+    NOT_KEPT = 15  # row, slot epoch: one object too many, or what comes before it in its chain is gone
     # to an operation; actor is its session
     ASKED = 20  # revision, keys
     WAITING = 21  # revision, objects on their way

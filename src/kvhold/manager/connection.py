@@ -130,7 +130,7 @@ class Connection:
             try:
                 sent = socket.send_fds(self.sock, [data], [descriptor])
             except OSError:
-                raise ProtocolError("cannot hand over the arena") from None
+                raise ProtocolError("cannot hand over what the session maps") from None
             data = data[sent:]
         self._outbox += data
         if len(self._outbox) > OUTBOX_LIMIT:

@@ -33,6 +33,7 @@ COUNTERS = {
     "expired": "Answers that were not used within a minute and hold nothing any more.",
     "stalled": "Restores that took longer than a minute.",
     "over_max_objects": "Objects not kept because max_objects are known and all are held.",
+    "unreachable": "Objects not kept because what comes before them in their chain is gone.",
     "forgotten": "Objects given up because too many namespaces are known, and theirs was used longest ago.",
     "recovered": "Objects found in logs at the start.",
     "recovered_foreign": "Of what logs held, objects whose geometry is not their namespace's.",

@@ -24,6 +24,7 @@ from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.poller import Poller
 from kvhold.manager.proof import UnknownPeer, peer_pidfd
+from kvhold.manager.pulse import Pulse
 from kvhold.manager.report import report
 from kvhold.manager.ssd import Latecomer
 from kvhold.manager.store import Store
@@ -70,6 +71,7 @@ class Server:
         self.config = config
         self.listener = listener
         self.memory = memory
+        self.pulse = Pulse()
         self.core = Core(self.memory.page, self.memory.bytes, config.limits)
         self.stores = dict(enumerate(stores, 1))
         self.latecomers: list[Latecomer] = []
@@ -157,6 +159,7 @@ class Server:
                     break
                 for told, mask in self._poller.poll(self._patience()):
                     told(mask)
+                self.pulse.beat()
                 self.clients.take(TURN_SECONDS)
                 self._work()
                 self._tick()
@@ -393,7 +396,7 @@ class Server:
         token = secrets.randbits(62) + 1
         self._tokens[token] = connection.id
         log.info("%s attached: %s", connection, connection.engine or "no name given")
-        descriptor = self.memory.fd if connection.role == "worker" else None
+        descriptor = self.memory.fd if connection.role == "worker" else self.pulse.fd
         self._send(connection, wire.Welcome(self.incarnation, token, self.memory.bytes), descriptor)
 
     def _apply(self, effects: list[ev.Effect]) -> None:

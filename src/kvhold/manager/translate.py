@@ -99,7 +99,7 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
         case wire.Return(rows, epochs):
             _check_batch(rows, epochs)
             return ev.Return(session, rows, epochs)
-        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch, label):
+        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch, label, chain):
             if (
                 len(namespace) != 32
                 or not 0 <= group < MAX_NUMBER
@@ -108,7 +108,8 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
                 or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
             ):
                 raise wire.ProtocolError("space without a proper namespace, group, key length or shards")
-            return ev.Open(session, space, namespace, group, key_bytes, shards, slots, watch, _printable(label))
+            about = namespace, group, key_bytes, shards
+            return ev.Open(session, space, *about, slots, watch, _printable(label), chain)
         case wire.Close(space):
             return ev.Close(session, space)
         case wire.List(namespace, group, cursor):

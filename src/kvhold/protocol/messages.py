@@ -50,6 +50,7 @@ class Open(_Message):
     slots: int
     watch: bool = False
     label: str = ""
+    chain: bool = False
 
 
 class Close(_Message):

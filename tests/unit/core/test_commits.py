@@ -3,10 +3,11 @@
 from array import array
 
 import pytest
-from core_world import PAGE, SLOT, Slot, World, chain, offsets_of, pack, slots_of
+from core_world import NAMESPACE, PAGE, SLOT, Slot, World, chain, offsets_of, pack, slots_of
 
 from kvhold.core import events as ev
 from kvhold.core.events import Reason, Refuse
+from kvhold.core.limits import Limits
 from kvhold.core.rows import State
 
 
@@ -365,3 +366,63 @@ def test_packed_fields_are_little_endian_arrays_of_the_sizes_that_events_state()
     assert (array("I").itemsize, array("Q").itemsize) == (4, 8)
     assert [int.from_bytes(rows[i : i + 4], "little") for i in (0, 4)] == [slot.row for slot in engine.slots[0]]
     assert int.from_bytes(epochs[8:], "little") == engine.slots[0][1].epoch
+
+
+def test_of_a_chain_that_does_not_fit_its_beginning_is_kept_however_often_it_is_stored():
+    world = World(pages=8)  # of four slots each
+    engine = world.engine(slots=8, chain=True)
+    keys = chain(46)
+    kept: list[int] = []
+    for _ in range(4):
+        resident = engine.query(keys).resident
+        parent, done = keys[resident - 1] if resident else b"", resident
+        while done < len(keys):
+            batch = keys[done : done + len(engine.slots[0])]
+            engine.commit(batch, parent=parent)
+            parent, done = batch[-1], done + len(batch)
+        here = world.resident(keys)
+        assert here == keys[: len(here)], "what nobody can use is kept"
+        kept.append(len(here))
+    assert kept == [28] * 4, "but for the slots that are granted"
+    assert world.core.counters["unreachable"] > 0
+
+
+def test_objects_without_what_comes_before_them_are_kept_where_each_is_of_use():
+    world = World()
+    engine = world.engine(slots=4)
+    engine.commit(chain(8)[6:], parent=chain(8)[5])
+    assert world.resident(chain(8)) == chain(8)[6:]
+
+
+def test_a_chain_may_be_continued_where_only_a_log_has_what_comes_before():
+    world = World()
+    world.open_log(chain(2))
+    engine = world.engine(slots=4, chain=True)
+    engine.commit(chain(3)[2:], parent=chain(2)[1])
+    assert world.resident(chain(3)) == chain(3)
+
+
+def test_what_follows_an_object_that_is_gone_is_the_next_to_go():
+    world = World(pages=4)  # sixteen slots
+    engine = world.engine(slots=2, chain=True)
+    engine.store(chain(6, "a"))
+    engine.store(chain(6, "b"))
+    engine.query(chain(6, "a"), op=1)
+    world.settle(ev.Release(engine.scheduler, ((1, 1),)))
+    index = world.core.catalogue.find(NAMESPACE, 0)
+    world.core.catalogue.remove(index.get(chain(6, "a")[2]))  # as a page does that objects of another size need
+    for number in range(6):
+        engine.commit(chain(1, f"c{number}"))
+    assert world.resident(chain(6, "b")) == chain(6, "b"), "older, but of use"
+    assert world.resident(chain(6, "a")) == chain(6, "a")[:2]
+
+
+@pytest.mark.parametrize("limit", [3, 4, 5])
+def test_a_chain_of_too_many_objects_keeps_its_beginning(limit: int):
+    world = World(limits=Limits(max_objects=limit))
+    engine = world.engine(slots=8, chain=True)
+    for _ in range(2):
+        engine.commit(chain(8))
+        here = world.resident(chain(8))
+        assert here == chain(limit)[: len(here)]
+        assert len(here) >= limit - 1

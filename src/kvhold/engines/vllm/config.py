@@ -43,8 +43,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Also keep blocks that were filled by generated tokens, not by the prompt alone."""
     step_budget_ms: float = 1.0
     """How long the scheduler may wait for the manager in one engine step, all requests together."""
-    answer_deadline_ms: float = 30.0
-    """How long a request may be deferred while its question is unanswered; then it is a miss."""
+    answer_deadline_ms: float | None = None
+    """How long any request may be deferred while its question is unanswered; then it is a miss. Without it: half of
+    the time that the tokens in question would take to compute, at least 30 and at most 1000."""
     read_deadline_ms: float = 2000.0
     """How long a request may wait for what has to be read from SSD; then what has arrived is restored."""
 
@@ -80,7 +81,7 @@ def load_settings(extra: dict[str, Any]) -> Settings:
         raise _wrong("weights_id", "", ", which names no weights; give a text or leave it out")
     for name, most in (("step_budget_ms", 60_000), ("answer_deadline_ms", 60_000), ("read_deadline_ms", 20_000)):
         value = getattr(settings, name)
-        if not 0 <= value <= most:
+        if value is not None and not 0 <= value <= most:
             raise _wrong(name, value, f"; give milliseconds from 0 to {most}")
     return settings
 

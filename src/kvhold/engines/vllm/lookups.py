@@ -20,6 +20,8 @@ _FRESH_SECONDS = 10.0
 """A leased answer that its request could not use by then is given up and asked for again: leases pin DRAM."""
 _FRESH_MISS_SECONDS = 1.0
 """A request that still waits asks again about what was missing: others may have stored it meanwhile."""
+_LATE_SECONDS = 10.0
+"""An answer that came too late for its request still says what need not be stored, until then."""
 
 Ask = Callable[[Ticket | None], Question]
 """Puts a request's question, in place of a former one if there is."""
@@ -29,7 +31,8 @@ Ask = Callable[[Ticket | None], Question]
 class Lookup:
     """A question about tokens ``local`` to ``limit`` and what became of it.
 
-    ``answered`` once it is; ``closed`` once it was given up, which makes it a miss; ``leased`` while it holds a lease.
+    ``answered`` once it is; ``closed`` once it was given up, which makes it a miss; ``late`` while its answer is still
+    awaited then; ``leased`` while it holds a lease. It may be waited for for ``patience`` seconds.
     """
 
     question: Question | None
@@ -37,18 +40,23 @@ class Lookup:
     local: int
     limit: int
     since: float
+    patience: float = 0.0
     answered: bool = False
     closed: bool = False
+    late: bool = False
     leased: bool = False
 
 
 class Lookups:
-    """Questions by request id. ``patient`` engines defer a request for a step."""
+    """Questions by request id. ``patience`` says how many seconds an answer about so many tokens is worth.
 
-    def __init__(self, control: Control, stats: KvHoldStats, patient: bool) -> None:
+    Every engine defers, also one that runs in step with others: a step without work costs it less than a prompt.
+    """
+
+    def __init__(self, control: Control, stats: KvHoldStats, patience: Callable[[int], float]) -> None:
         self._control = control
         self._stats = stats
-        self._patient = patient
+        self._patience = patience
         self._by_request: dict[str, Lookup] = {}
 
     def find(self, request: str, local: int, limit: int, ask: Ask) -> int | None:
@@ -62,12 +70,12 @@ class Lookups:
         if not lookup.answered and not self._take_answer(lookup, patient=wanted):
             if not wanted or lookup.closed:
                 return 0
-            # Reading from a disk is worth a wait to everybody.
-            patient = self._patient or self._control.reading(lookup.question.ticket)
-            if patient and not self._control.overdue(lookup.question.ticket):
+            if not self._control.overdue(lookup.question.ticket, lookup.patience):
                 return None
             self._stats.add("answers_overdue")
-            self._give_up(lookup, "deadline")
+            self._stats.add("tokens_missed_deadline", limit - local)
+            lookup.closed = lookup.late = True
+            lookup.question.forgo()
         return lookup.question.hit if lookup.leased else 0
 
     def miss(self, request: str, local: int, limit: int, reason: str) -> None:
@@ -82,12 +90,17 @@ class Lookups:
 
         None while its answer is awaited."""
         lookup = self._by_request.get(request)
-        if lookup is None or lookup.closed or lookup.attachment != self._control.attachment:
+        if lookup is None or lookup.question is None or lookup.attachment != self._control.attachment:
             return ()
-        assert lookup.question is not None
-        if not lookup.answered and not self._take_answer(lookup, patient=True):
-            return () if lookup.closed or self._control.overdue(lookup.question.ticket) else None
-        return lookup.question.stored
+        if lookup.late and lookup.question.learn():
+            lookup.late, lookup.answered = False, True
+        if not lookup.answered and not lookup.closed:
+            self._take_answer(lookup, patient=True)
+        if lookup.answered:
+            return lookup.question.stored
+        if lookup.closed and not lookup.late:
+            return ()
+        return () if self._control.overdue(lookup.question.ticket, _LATE_SECONDS) else None
 
     def junction(self, request: str) -> int:
         """Where the request's prompt leaves what others have in common with it, if that was found out; else 0."""
@@ -116,7 +129,9 @@ class Lookups:
     def drop(self, request: str) -> None:
         """Give up a request's question and lease, if it has any."""
         lookup = self._by_request.pop(request, None)
-        if lookup is not None and not lookup.closed:
+        if lookup is not None and lookup.late:
+            self._release(lookup)
+        elif lookup is not None and not lookup.closed:
             self._count_unanswered(lookup)
             if not lookup.answered or lookup.leased:
                 self._release(lookup)
@@ -145,6 +160,8 @@ class Lookups:
         if self._control.silent:
             self.drop(request)
             return self._missed(local, limit, "deadline")
+        if (late := self._by_request.get(request)) is not None and late.late:
+            self.drop(request)
         former = self._by_request.pop(request, None)
         ticket = None
         if former is not None and not former.closed:
@@ -154,7 +171,8 @@ class Lookups:
                 ticket = former.question.ticket
         self._count_asked(local, limit)
         question = ask(ticket)
-        return Lookup(question, self._control.attachment, local, limit, question.ticket.since)
+        patience = self._patience(limit - local)
+        return Lookup(question, self._control.attachment, local, limit, question.ticket.since, patience)
 
     def _count_asked(self, local: int, limit: int) -> None:
         self._stats.add("lookups", limit > local)

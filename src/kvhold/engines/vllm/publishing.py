@@ -3,7 +3,8 @@
 A block is published in the step that completes it, from the engine's own current block table; a Mamba state when the
 engine hands it over; what the last step of a request completed, before its blocks are freed. Until every rank's copy
 has ended, whatever its outcome, the block is held by a reference in the engine's block pool, so that its request may
-finish, be aborted or be preempted meanwhile. A hold never waits for the manager.
+finish, be aborted or be preempted meanwhile. A hold never waits for the manager: what a request leaves for want of
+slots is not held, but published as they are granted, as far as its blocks were not used for anything else by then.
 """
 
 import time
@@ -19,6 +20,7 @@ from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.plans import CopyReport, Publish
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.stats import KvHoldStats
+from kvhold.engines.vllm.tails import MOST_TAILS, Tail
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -46,6 +48,7 @@ class Source:
 
     request: "Request"
     computing: bool = False  # since it was admitted: until then others may have to bring what counts as computed
+    over: bool = False  # the request is: what it has left is a Tail
     attachment: int = 0
     spaces: Sequence[int] = ()
     done: list[int] = field(default_factory=list)
@@ -106,6 +109,7 @@ class Publishing:
         self._held = 0  # blocks of all batches
         self._copied: list[tuple[Batch, Mapping[int, int], float]] = []  # with what was expected, and since when
         self._late: list[Publish] = []  # begun between two steps; the next one carries them
+        self._tails: list[tuple[Source, Tail]] = []
         self._under_way: set[tuple[int, bytes]] = set()  # (space, key)
         self._next_batch = 1
 
@@ -114,9 +118,14 @@ class Publishing:
 
     @property
     def holding(self) -> bool:
-        """Whether copies are under way, for which blocks of the engine are held, or have ended and nobody was told."""
+        """Whether there is something to do without any request.
+
+        Copies are under way, for which blocks of the engine are held, or have ended and nobody was told, or slots are
+        awaited for what a request has left.
+        """
         mine = self._control.attachment
-        return bool(self._batches) or any(batch.attachment == mine for batch, _, _ in self._copied)
+        awaited = any(source.attachment == mine and tail.waits for source, tail in self._tails)
+        return bool(self._batches) or awaited or any(batch.attachment == mine for batch, _, _ in self._copied)
 
     def admit(self, request: "Request") -> None:
         """``request`` has been given blocks, for the first time or to go on with what it has."""
@@ -132,6 +141,7 @@ class Publishing:
         """Publish no more blocks that were computed before now."""
         self._sources.clear()
         self._complete.clear()
+        self._tails.clear()
 
     # --- in a step ----------------------------------------------------------------------------------------------
 
@@ -155,9 +165,13 @@ class Publishing:
             self._publish_handed(source, tables, handed.get(name, ()), computed, plans)
             if over and not self._decode and computed > source.request.num_prompt_tokens:
                 self._complete[name] = self._sources.pop(name)
+        self._publish_tails(plans)
 
-    def _is_known(self, source: Source) -> bool:
-        """Whether it is known where the source's blocks go and which are there; a new session begins anew."""
+    def _is_known(self, source: Source, last: bool = False) -> bool:
+        """Whether it is known where the source's blocks go and which are there; a new session begins anew.
+
+        The ``last`` time that this can be asked, what is not known counts as not there.
+        """
         spaces = self._spaces(source.request)
         if spaces is None:
             return False
@@ -168,6 +182,8 @@ class Publishing:
             source.stored = () if again else None
         if source.stored is None:
             source.stored = self._stored(source.request.request_id)
+        if source.stored is None and last:
+            source.stored = ()
         return source.stored is not None
 
     def take_late(self) -> list[Publish]:
@@ -197,6 +213,13 @@ class Publishing:
         known = len(request.block_hashes) * self._reach.hash_tokens
         return known if self._decode else min(known, request.num_prompt_tokens)
 
+    def _end(self, request: "Request", at: int, table: Sequence[int], computed: int) -> int:
+        """How many blocks of a group ``computed`` tokens complete that may be published."""
+        reach = self._reach
+        assert reach is not None
+        tokens = reach.groups[at].block_tokens
+        return min(self._limit(request) // tokens, reach.settled(at, computed) // tokens, len(table))
+
     def _publish_complete(
         self,
         source: Source,
@@ -212,7 +235,7 @@ class Publishing:
             if group.handed:
                 continue
             final = limit // group.block_tokens
-            end = min(final, reach.settled(at, computed) // group.block_tokens, len(tables[group.index]))
+            end = self._end(source.request, at, tables[group.index], computed)
             start = source.done[at]
             if start < end:
                 useful = reach.useful(at, start, end, source.request, resumed_at)
@@ -302,7 +325,8 @@ class Publishing:
         credit = self._control.credit.get(space)
         room = pool.num_gpu_blocks // HOLD_SHARE - self._held
         count = min(wanted, len(credit) if credit is not None else 0)
-        self._stats.add("blocks_without_credit", wanted - count, group=at)
+        if not source.over:
+            self._stats.add("blocks_without_credit", wanted - count, group=at)
         if count > room:
             self._stats.add("blocks_over_hold_budget", count - max(0, room))
             count = max(0, room)
@@ -333,7 +357,7 @@ class Publishing:
     def finish(self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()) -> None:
         """Publish what the last step of ``request`` completed; its blocks are still its own."""
         source = self._sources.get(request.request_id)
-        if source is None or self._reach is None or not source.computing or not self._is_known(source):
+        if source is None or self._reach is None or not source.computing or not self._is_known(source, last=True):
             return
         # The last token was sampled, and nothing was computed from it.
         settled = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
@@ -345,6 +369,39 @@ class Publishing:
                     source.done[at] = 0
         self._publish_complete(source, tables, settled, self._late, resumed_at)
         self._publish_handed(source, tables, handed, settled, self._late)
+        if self._left(source, tables, settled) and not source.over and self._pool is not None:
+            source.over = True
+            self._tails = self._tails[1 - MOST_TAILS :]
+            self._tails.append((source, Tail.of(self._pool, tables, settled, resumed_at)))
+
+    def _left(self, source: Source, tables: Sequence[Sequence[int]], settled: int) -> bool:
+        """Whether something of the first ``settled`` tokens is not published."""
+        reach = self._reach
+        assert reach is not None
+        return any(
+            source.done[at] < self._end(source.request, at, tables[group.index], settled)
+            for at, group in enumerate(reach.groups)
+            if not group.handed
+        )
+
+    def _publish_tails(self, plans: list[Publish]) -> None:
+        """Go on with what requests that are over have left, as far as there are slots and their blocks are theirs."""
+        waiting, self._tails = self._tails, []
+        for source, tail in waiting:
+            current = source.attachment == self._control.attachment and source.spaces == self._spaces(source.request)
+            if not current or self._control.silent or not tail.waits:
+                continue
+            if any(self._control.credit.get(space) for space in source.spaces):
+                assert self._pool is not None
+                assert self._reach is not None
+                done = list(source.done)
+                tables = tail.present(self._pool, self._reach.groups, done)
+                self._publish_complete(source, tables, tail.settled, plans, tail.resumed_at)
+                if not self._left(source, tables, tail.settled):
+                    continue
+                if source.done != done:
+                    tail.go_on()
+            self._tails.append((source, tail))
 
     def distrust(self) -> None:
         """What this step has computed may rest on blocks that were not filled: keep none of it."""

@@ -78,6 +78,14 @@ class Question(ABC):
         """Whether the question is answered; waits for it, if ``patient``, within the step's budget."""
 
     @abstractmethod
+    def forgo(self) -> None:
+        """Nothing will be restored, and nothing shall be leased for it; see :meth:`learn`."""
+
+    @abstractmethod
+    def learn(self) -> bool:
+        """After :meth:`forgo`: whether ``stored`` is known now. Waits for nothing."""
+
+    @abstractmethod
     def part(self, tokens: int) -> list[Part] | None:
         """What of ``parts`` restores the first ``tokens`` of the hit and no more; None if it takes something else."""
 
@@ -97,8 +105,9 @@ class ChainQuestion(Question):
     ) -> None:
         self._control = control
         self._block_tokens = block_tokens
-        self._first = local // block_tokens
-        keys = b"".join(hashes[: limit // block_tokens])
+        self._first, self._end = local // block_tokens, limit // block_tokens
+        # The last token is computed in any case; whether its block is stored already has to be asked.
+        keys = b"".join(hashes[: self._end + 1])
         super().__init__(control.ask(space, self._first, keys, former))
 
     def progress(self, patient: bool) -> bool:
@@ -107,14 +116,29 @@ class ChainQuestion(Question):
             return False
         offsets = array("Q")
         offsets.frombytes(answer.offsets)
-        size = self._block_tokens
-        self.stored = (range(size, answer.resident * size + 1, size),)
+        del offsets[self._end - self._first :]
+        if answer.offsets and not offsets:
+            self._control.release((self.ticket,))
+        self._take_resident(answer.resident)
         self.hit = len(offsets) * self._block_tokens
         self.read = _read(offsets, answer.read)
         self.parts = [Part(0, range(self._first, self._first + len(offsets)), offsets)] if offsets else []
         self.reason = answer.reason or self.reason
         self.cut = 0
         return True
+
+    def _take_resident(self, blocks: int) -> None:
+        size = self._block_tokens
+        self.stored = (range(size, blocks * size + 1, size),)
+
+    def forgo(self) -> None:
+        self._control.forgo(self.ticket)
+
+    def learn(self) -> bool:
+        answer = self._control.answer(self.ticket, patient=False)
+        if answer is not None:
+            self._take_resident(answer.resident)
+        return answer is not None
 
     def part(self, tokens: int) -> list[Part] | None:
         blocks, rest = divmod(tokens, self._block_tokens)
@@ -173,6 +197,19 @@ class GroupsQuestion(Question):
                 return False
             if self._take_answer(answer.offsets, answer.reason, answer.read):
                 return True
+
+    def forgo(self) -> None:
+        if self.stored:
+            self._control.release((self.ticket,))
+
+    def learn(self) -> bool:
+        if not self.stored:
+            tiers = self._control.residency(self.ticket, patient=False)
+            if tiers is None:
+                return False
+            self._control.release((self.ticket,))
+            self._take_residency(tiers)
+        return True
 
     def _take_residency(self, tiers: Sequence[bytes]) -> None:
         tiers_now = [list(zip(keys, here, strict=False)) for keys, here in zip(self._keys, tiers, strict=True)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvhold.client.channel import Channel
-from kvhold.client.control import Control, Ticket
+from kvhold.client.control import SILENT_SECONDS, Control, Ticket
 from kvhold.engines.vllm.adapters import Adapters, options_of
 from kvhold.engines.vllm.admission import Rank, Waiting, all_can_begin, may_ask, most_blocks, order_matters
 from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
@@ -20,6 +20,7 @@ from kvhold.engines.vllm.groups import kept_groups, reachable
 from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.lookups import Lookups
+from kvhold.engines.vllm.patience import Patience
 from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan
 from kvhold.engines.vllm.publishing import Handed, Publishing
 from kvhold.engines.vllm.questions import ChainQuestion, GroupsQuestion, Part, Question, tokens_from_disk
@@ -73,11 +74,13 @@ class SchedulerHalf:
         self._publishes_wanted = transfer.is_kv_producer
         self.stats = KvHoldStats()
         self._keeper = make_keeper(self, config, settings, reads=False)
+        deadline = None if settings.answer_deadline_ms is None else settings.answer_deadline_ms / 1e3
+        self._patience = Patience(deadline)
         self.control = Control(
             self._keeper,
             settings.step_budget_ms / 1e3,
-            settings.answer_deadline_ms / 1e3,
             settings.read_deadline_ms / 1e3,
+            max(SILENT_SECONDS, deadline or 0.0),
         )
         told = config.kv_events_config
         self.events = None
@@ -92,8 +95,7 @@ class SchedulerHalf:
             self._publishes_wanted,
             self.events,
         )
-        self._patient = parallel.data_parallel_size == 1  # a deferred request keeps idle data-parallel ranks busy
-        self._lookups = Lookups(self.control, self.stats, self._patient)
+        self._lookups = Lookups(self.control, self.stats, self._patience.of)
         self._publishing = Publishing(
             self.control,
             self.stats,
@@ -217,7 +219,7 @@ class SchedulerHalf:
             return 0, False
         if request.lora_request is not None:
             sure = self._adapters.look(name, request.lora_request)
-            if sure is None and self._patient and local < limit:
+            if sure is None and local < limit:
                 self.control.spend(self._adapters.wait)
                 sure = self._adapters.look(name, request.lora_request)
                 if sure is None:
@@ -362,6 +364,7 @@ class SchedulerHalf:
 
     def plan(self, output: "SchedulerOutput") -> StepPlan:
         """What the workers do in this step."""
+        self._patience.step_begins(output.total_num_scheduled_tokens)
         loads, self._loads = self._loads, []
         plan = StepPlan(self._step + 1, 0, loads)
         try:
@@ -432,7 +435,8 @@ class SchedulerHalf:
             )
 
     def take_stats(self) -> KvHoldStats | None:
-        """Counts since the last call."""
+        """Counts since the last call; the engine asks for them when a step's output is here."""
+        self._patience.step_ends()
         waited, exhausted = self._reported
         self._reported = self.control.waited, self.control.exhausted
         self.stats.add("scheduler_wait_seconds", self.control.waited - waited)

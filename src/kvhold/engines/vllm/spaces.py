@@ -153,6 +153,7 @@ class Spaces:
         for space, group, shards in zip(spaces, self._groups, ranks.shards, strict=True):
             wanted = 2 * max(1, tokens // group.block_tokens) if self._credits else 0
             sizes = tuple(shards.writes.values())
-            geometry = Geometry(name, group.index, len(NONE_HASH), sizes, label or served_name(self._config))
+            label = label or served_name(self._config)
+            geometry = Geometry(name, group.index, len(NONE_HASH), sizes, label, group.whole)
             self._control.open(space, geometry, wanted)
         return spaces
