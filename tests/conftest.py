@@ -1,11 +1,17 @@
-"""What all tests share: ``--long``, and that what they start can be interrupted."""
+"""What all tests share: ``--long``, that they find no manager of this host, and that they can be interrupted."""
 
+import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    folder = tempfile.mkdtemp(prefix="kvhold-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["KVHOLD_RUNTIME_DIR"] = folder
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what it puts in the background like this
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,6 +1,8 @@
 """What this host has to give, what it can never give, and who is at the other end of a socket on it."""
 
+import errno
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -14,6 +16,7 @@ PAGE = 64 << 20
 """Arena page; smaller arenas have smaller ones, so that several slot sizes find room."""
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _LONGEST_SOCKET = 107
+_NOBODY = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTSOCK, errno.ENOTDIR)
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -104,3 +107,21 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(found)
     return pid, uid
+
+
+def listens(path: Path) -> bool:
+    """Whether somebody has the socket at ``path``, even one too busy to take a connection."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            return error.errno not in _NOBODY
+    return True
+
+
+def is_dead(pidfd: int) -> bool:
+    """Whether the process has ended, for certain."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))

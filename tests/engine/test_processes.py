@@ -15,7 +15,6 @@ from kvhold_bed import attached, connect, scheduler_side, serving, status, until
 from manager_process import Manager
 from vllm.config import KVTransferConfig
 
-from kvhold.client.paths import embedded_socket
 from kvhold.engines.vllm import attach
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
@@ -25,7 +24,7 @@ PROMPTS = [prompt(400, seed) for seed in range(3)]
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime directory of this test alone: no manager of the host is found."""
     with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        monkeypatch.setenv("KVHOLD_RUNTIME_DIR", f"{folder}/kvhold")
         yield Path(folder) / "kvhold"
 
 
@@ -172,9 +171,9 @@ def test_the_hosts_manager_is_preferred_to_an_own_one(
 
 
 def test_data_parallel_ranks_share_one_socket() -> None:
-    paths = [attach.embedded_path(instance) for instance in ("abc_dp0", "abc_dp1", "abc")]
-    assert paths == [embedded_socket("abc")] * 3
-    assert attach.embedded_path("abd") not in paths
+    first, *others = [attach.own_sockets(instance) for instance in ("abc_dp0", "abc_dp1", "abc")]
+    assert others == [first, first]
+    assert not set(attach.own_sockets("abd")) & set(first)
 
 
 def test_found_by_its_bare_name(llama_dir: Path, manager: Manager) -> None:

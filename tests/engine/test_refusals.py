@@ -108,10 +108,8 @@ def test_huge_pages_that_the_host_never_has_are_refused(tmp_path: Path, monkeypa
 
 
 def test_a_runtime_directory_that_is_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = tmp_path / ("x" * 90)
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    with pytest.raises(ValueError, match=r"^kvhold: .*x/kvhold/kvhold.sock.*longer than 107 bytes; .* XDG_RUNTIME_DIR"):
+    monkeypatch.setenv("KVHOLD_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
+    with pytest.raises(ValueError, match=r"^kvhold: .*x/kvhold.sock.*longer than 107 bytes; .* KVHOLD_RUNTIME_DIR"):
         load_settings({})
     load_settings({"socket": "/run/kvhold.sock"})
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Puppet:
-    """The process, as seen by a test. What it starts has its sockets in ``folder``."""
+    """The process, as seen by a test. What it starts has its sockets in ``folder``; ``within`` runs it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, within: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [*within, sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(XDG_RUNTIME_DIR=str(folder)),
+            env=environment(KVHOLD_RUNTIME_DIR=str(folder / "kvhold")),
         )
         self._names = itertools.count()
 
@@ -112,7 +113,7 @@ def main() -> None:
             if method == "peer":
                 made[name] = Peer(*arguments)
             elif method == "embedded":
-                made[name] = Embedded(Path(arguments[0]), arguments[1], False, None)
+                made[name] = Embedded([Path(arguments[0])], arguments[1], False, None)
             elif method == "fork":
                 result = os.fork()
                 while not result:

@@ -31,7 +31,7 @@ def kvhold(*command: str, home: Path | None = None, code: int = 0, patience: flo
     """What a command says on the way it should end, in one line. ``home`` has the sockets' directory; ``patience`` is
     how many seconds it waits for an answer."""
     program = f"import sys; from kvhold.cli import main; sys.modules['kvhold.cli.ask']._SECONDS = {patience}; main()"
-    more = {} if home is None else {"XDG_RUNTIME_DIR": str(home)}
+    more = {} if home is None else {"KVHOLD_RUNTIME_DIR": str(home / "kvhold")}
     done = subprocess.run(
         [sys.executable, "-c", program, *command],
         capture_output=True,

@@ -252,7 +252,7 @@ def test_one_that_cannot_start_says_so(puppet: Make, run: Path) -> None:
 
 def why_not(path: Path, huge_pages: bool = False, dram: int = DRAM, ssd: str | None = None) -> str:
     """What a starter hears of a manager that cannot start."""
-    embedded = Embedded(path, dram, huge_pages, ssd)
+    embedded = Embedded([path], dram, huge_pages, ssd)
     try:
         with pytest.raises(AttachError) as raised:
             embedded.start()
@@ -285,4 +285,4 @@ def test_what_nobody_foresaw_is_named_too(run: Path, tmp_path: Path, monkeypatch
     broken.write_text(fault.format("raise RuntimeError('this host is strange')"))
     assert why_not(run / "e-1.sock") == "RuntimeError: this host is strange"
     broken.write_text(fault.format("import os; os.kill(os.getpid(), 9)"))
-    assert why_not(run / "e-1.sock") == "it ended with status -9"
+    assert why_not(run / "e-1.sock") == "it ended without a word"

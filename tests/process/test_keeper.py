@@ -52,7 +52,7 @@ def kept(
     """A keeper that has made its first attempt or was waited for, with an own manager beside the host's."""
     own = folder / "e-1.sock"
     preferred = None if found is None else found.append
-    kept = Keeper(Scheduler(name), [own, folder / "kvhold.sock"], Embedded(own, dram, False, None), True, preferred)
+    kept = Keeper(Scheduler(name), [folder / "kvhold.sock"], Embedded([own], dram, False, None), True, preferred)
     kept.start(wait)
     try:
         yield kept
@@ -118,3 +118,17 @@ def test_both_are_named_when_neither_can_be_had(
         assert (
             f"no manager answers on {manager.socket}: timed out; the engine's own manager did not start: dram: " in text
         )
+
+
+def test_an_own_manager_is_found_in_each_folder(manager: Manager, folder: Path) -> None:
+    """The first of an engine's processes has started it where its folder has gone since, or before there was one."""
+    found: list[Path] = []
+    own = Embedded([folder / "gone" / "e-1.sock", manager.socket], DRAM, False, None)
+    half = Keeper(Scheduler("one"), [folder / "nobody.sock"], own, True, found.append)
+    half.start(60)
+    try:
+        assert half.channel is not None
+        assert half.channel.path == manager.socket
+        assert found == [], "it is the engine's own"
+    finally:
+        half.stop(lambda: None)

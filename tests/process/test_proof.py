@@ -1,5 +1,7 @@
 """A process's end is proved through a pidfd, however the kernel lets one have it; who cannot be watched is refused."""
 
+import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,13 +15,15 @@ OLD_KERNEL = "import kvhold.manager.proof as proof; proof._SO_PEERPIDFD = 9999\n
 ELSEWHERE = """
 import ctypes, os, signal, sys
 libc = ctypes.CDLL(None, use_errno=True)
-if libc.unshare(0x20000000):  # CLONE_NEWPID
+if libc.unshare(0x20000000 | 0x08000000):  # CLONE_NEWPID | CLONE_NEWIPC
     sys.exit("cannot unshare")
 if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 """
-"""The manager lives in a PID namespace of its own, where its clients have no number."""
+"""The manager lives in PID and IPC namespaces of its own, where its clients have no number."""
+APART = ["unshare", "--pid", "--ipc", "--fork", "--kill-child"]
+KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 MAIN = "from kvhold.cli import main; main()"
 
 
@@ -44,6 +48,35 @@ def test_a_death_is_proved(folder: Path, puppet: Callable[[], Puppet], program: 
         process.kill()
         until(lambda: not status(manager.socket)["sessions"], "its process is proved dead")
     finally:
+        manager.kill()
+
+
+@pytest.mark.parametrize("program", [MAIN, ELSEWHERE + MAIN], ids=["above", "beside"])
+def test_containers_share_no_pid_namespace(folder: Path, program: str) -> None:
+    """An engine is served and proved dead wherever it lives; before Linux 6.5, only by a manager that sees it."""
+    manager = serve(folder, program)
+    engine = Puppet(folder, APART)
+    try:
+        try:
+            scheduler, worker = (engine.make("peer", str(manager.socket)) for _ in range(2))
+        except (RuntimeError, OSError):
+            pytest.skip("no PID namespaces here")
+        if program != MAIN and KERNEL < (6, 5):
+            assert "another PID namespace" in scheduler.refusal()
+            return
+        scheduler.join("scheduler", "one")
+        worker.join("worker", "one")
+        worker.map()
+        scheduler.ready()
+        scheduler.open(4)
+        scheduler.commit([1, 2])
+        _, resident, *_ = scheduler.ask([1, 2, 3])
+        assert resident == 2
+        engine.kill()
+        until(lambda: not status(manager.socket)["sessions"], "its process is proved dead")
+        assert status(manager.socket)["accounts"]["leased"] == 0
+    finally:
+        engine.kill()
         manager.kill()
 
 

@@ -209,7 +209,7 @@ def test_an_embedded_manager_writes_out_when_its_last_engine_leaves(folder: Path
     known, keys = Known(), list(range(1, 201))
     path = folder / "kvhold" / "e-1.sock"
     for turn in range(2):
-        embedded = Embedded(path, 32 * MIB, False, f"{folder}/ssd:64MiB")
+        embedded = Embedded([path], 32 * MIB, False, f"{folder}/ssd:64MiB")
         embedded.start()
         manager = Watched(listening_pid(path))
         try:

@@ -14,14 +14,15 @@ ROOT = Path(kvhold.__file__).parent
 MAY_IMPORT = {
     "core": {"core"},
     "protocol": {"protocol"},
-    "client": {"client", "protocol", "units", "host"},
-    "manager": {"manager", "core", "tiers", "protocol", "units", "host"},
+    "client": {"client", "protocol", "units", "host", "places"},
+    "manager": {"manager", "core", "tiers", "protocol", "units", "host", "places"},
     "tiers": {"tiers", "core", "units"},
     "copy": {"copy", "client.arena"},
-    "engines": {"engines", "client", "protocol", "copy", "units", "host"},
+    "engines": {"engines", "client", "protocol", "copy", "units", "host", "places"},
     "units": set(),
     "host": {"units", "cgroups"},
     "cgroups": set(),
+    "places": set(),
 }
 """By the first part of a module's name; the commands and kvhold itself may import anything."""
 

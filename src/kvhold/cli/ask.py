@@ -1,8 +1,6 @@
 """Asking a running manager, for the commands that do."""
 
-import errno
 import json
-import socket as sockets
 import time
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -11,10 +9,10 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel
-from kvhold.client.paths import default_socket, runtime_dir
+from kvhold.host import listens
+from kvhold.places import sockets
 
 _SECONDS = 5.0
-_NOBODY = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTSOCK, errno.ENOTDIR)
 
 Socket = Annotated[Path | None, typer.Option(help="Socket of the manager; by default that of the only one there is.")]
 
@@ -26,9 +24,15 @@ def find(socket: Path | None) -> Path:
     """
     if socket is not None:
         return socket
-    living = [path for path in (default_socket(), *sorted(runtime_dir().glob("e-*.sock"))) if _listens(path)]
+    defaults = sockets()
+    living = [path for path in defaults if listens(path)]
+    living += [path for default in defaults for path in sorted(default.parent.glob("e-*.sock")) if listens(path)]
     if not living:
-        fail("no manager is running; start one with `kvhold serve --dram 4GiB`")
+        looked = "".join(f"\n  {path}" for path in defaults)
+        fail(
+            "no manager is running: nobody listens on one of these, nor on the socket of an engine's own manager "
+            f"(e-*.sock) beside them:{looked}\nstart one with `kvhold serve --dram 4GiB`, or name one with --socket"
+        )
     if len(living) > 1:
         fail("several managers are running; name one of them:" + "".join(f"\n  --socket {path}" for path in living))
     return living[0]
@@ -86,17 +90,6 @@ def parse_namespace(text: str, hint: str = "--namespace") -> bytes:
             param_hint=hint,
         )
     return name
-
-
-def _listens(path: Path) -> bool:
-    """Whether somebody has the socket, even one too busy to take a connection."""
-    with sockets.socket(sockets.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except OSError as error:
-            return error.errno not in _NOBODY
-    return True
 
 
 def fail(reason: str) -> NoReturn:

@@ -160,7 +160,9 @@ def _environment(folder: Path, verbose: bool) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
         "TMPDIR": str(folder),  # what an interrupted engine leaves there goes with the folder
-        "XDG_RUNTIME_DIR": str(folder),  # of nobody else: the demo neither finds nor fills the host's own manager
+        "KVHOLD_RUNTIME_DIR": str(
+            folder / "kvhold"
+        ),  # of nobody else: the demo neither finds nor fills the host's own manager
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or both engines would use the same cores
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # quicker to start
         "TORCHDYNAMO_DISABLE": "1",  # or the first logprobs wait for a C++ compiler

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvhold.client.paths import default_socket
+from kvhold.places import NoPlace, new_socket
 from kvhold.units import LEAST_WRITE_RATE, format_size, parse_address, parse_size
 
 if TYPE_CHECKING:
@@ -46,6 +46,13 @@ def _ssd(text: str, min_free: int) -> "SsdConfig":
         raise typer.BadParameter(str(error), param_hint="--ssd") from None
 
 
+def _default_socket() -> Path:
+    try:
+        return new_socket().absolute()
+    except NoPlace as error:
+        raise typer.BadParameter(str(error), param_hint="--socket") from None
+
+
 def serve(
     dram: Annotated[str, typer.Option(help="Size of the DRAM arena, e.g. 64GiB.")],
     socket: Annotated[Path | None, typer.Option(help="Path of the socket; engines look for the default one.")] = None,
@@ -80,7 +87,7 @@ def serve(
     min_free = MIN_FREE if ssd_min_free is None else _size(ssd_min_free, "--ssd-min-free")
     write_rate = 0 if ssd_write_rate is None else _rate(ssd_write_rate)
     config = ManagerConfig(
-        socket=(socket or default_socket()).absolute(),
+        socket=_default_socket() if socket is None else socket.absolute(),
         dram=_size(dram, "--dram"),
         huge_pages=huge_pages,
         http=_address(http) if http else None,

@@ -42,7 +42,7 @@ class Half(Protocol):
 
 
 class Keeper:
-    """Attaches ``half`` at the first of ``paths`` where a manager listens, or at ``embedded``'s, which it starts.
+    """Attaches ``half`` to ``embedded``, or where a manager listens on one of ``paths``, or starts ``embedded``.
 
     With a manager that others run, it stays: a lost one is waited for, never replaced by one of the engine's own. The
     keeper's thread tells ``preferred`` where that one listens, once ``embedded`` is given up for it.
@@ -82,6 +82,8 @@ class Keeper:
         self._farewell = farewell if self._reads else _nothing
         self._stopping = True
         if not self._reads:
+            if self._embedded is not None:
+                self._embedded.write_out()
             farewell()
         self.wake()
         if self._thread.ident is not None:
@@ -139,25 +141,28 @@ class Keeper:
 
     def _attach(self) -> Channel:
         hello = self._half.hello()
-        failure = AttachError("there is no manager")
-        for path in self._paths:
+        own = self._embedded.paths if self._embedded is not None else ()
+        failure: AttachError | None = None
+        for path in (*own, *self._paths):
             try:
                 channel = Channel(path, hello, _CONNECT_SECONDS)
             except AttachError as error:
-                failure = error
+                if path not in own and (failure is None or isinstance(failure, NoManager)):
+                    failure = error
                 continue
-            if self._embedded is not None and path != self._embedded.path:
+            if path not in own and self._embedded is not None:
                 self._paths, self._embedded = [path], None
                 if self._preferred is not None:
                     self._preferred(path)
             return channel
+        failure = failure or NoManager("no folder can have a manager's socket")
         if self._embedded is None:
             raise failure
-        self._start(self._embedded, self._paths[-1], failure)
+        self._start(self._embedded, failure)
         return Channel(self._embedded.path, hello, _CONNECT_SECONDS)
 
-    def _start(self, embedded: Embedded, others: Path, failure: AttachError) -> None:
-        """Have the engine's own manager run, which is no matter of course where the one on ``others`` does not answer.
+    def _start(self, embedded: Embedded, failure: AttachError) -> None:
+        """Have the engine's own manager run, which is no matter of course where another one does not answer.
 
         Of several processes that come to this at once, the one that started it says so.
         """
@@ -168,6 +173,7 @@ class Keeper:
             raise error if absent else AttachError(f"{failure}; {error}") from None
         size = format_size(embedded.dram)
         if started and absent:
+            others = ", ".join(map(str, self._paths))
             log.info("kvhold: no manager on %s; the engine has started its own with %s of DRAM", others, size)
         elif started:
             log.warning("kvhold: %s; the engine has started its own with %s of DRAM instead", failure, size)

@@ -21,22 +21,22 @@ path, dram, starter_fd, huge_pages, *ssd = sys.argv[1:]
 starter = os.dup(int(starter_fd))  # the server closes the other one, whose number may then stand for anything
 
 
-def tell(reason: str) -> None:
-    """Say to the starter, if it still listens, why this manager does not start."""
+def tell(status: int, reason: str) -> None:
+    """Say to the starter, if it still listens, with which status and why this manager ends before it has served."""
     with contextlib.suppress(OSError), socket.socket(fileno=starter) as lifeline:
-        lifeline.send(reason.encode(errors="replace"), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        lifeline.send(f"{status} {reason}".encode(errors="replace"), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 try:
     directories = tuple(parse_ssd(directory, MIN_FREE) for directory in ssd)
 except ValueError as error:
     print(f"kvhold: {error}", file=sys.stderr)
-    tell(str(error))
+    tell(2, str(error))
     sys.exit(2)
 config = ManagerConfig(Path(path), int(dram), huge_pages == "1", starter_fd=int(starter_fd), ssd=directories)
 try:
     status = run(config, tell)
 except Exception as error:
-    tell(f"{type(error).__name__}: {error}")
+    tell(1, f"{type(error).__name__}: {error}")
     raise
 sys.exit(status)

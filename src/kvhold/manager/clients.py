@@ -14,11 +14,12 @@ from typing import Protocol
 import msgspec
 
 from kvhold import protocol as wire
+from kvhold.host import is_dead
 from kvhold.manager.connection import READ, Connection, Stage
 from kvhold.manager.listener import Listener
 from kvhold.manager.poller import HUNG_UP, WRITE, Poller
 from kvhold.manager.poller import READ as READABLE
-from kvhold.manager.proof import UnknownPeer, is_dead, peer_pidfd
+from kvhold.manager.proof import UnknownPeer, peer_pidfd
 from kvhold.manager.translate import QUESTIONS
 
 log = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 _ENDINGS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(config: ManagerConfig, refused: Callable[[str], None] | None = None) -> int:
+def run(config: ManagerConfig, refused: Callable[[int, str], None] | None = None) -> int:
     """Serve until a signal or, embedded, until the last engine left; the exit status.
 
-    ``refused`` is told, beside the log, of a setting that cannot be used.
+    ``refused`` is told the status and the reason, beside the log, when a setting cannot be used.
     """
     logging.basicConfig(
         handlers=[QuietHandler(sys.stderr)],
@@ -44,9 +44,10 @@ def run(config: ManagerConfig, refused: Callable[[str], None] | None = None) -> 
             _serve(config, listener, ending)
     except ConfigError as error:
         log.error("%s", error)
+        status = SOCKET_TAKEN if isinstance(error, SocketTaken) else 2
         if refused is not None:
-            refused(str(error))
-        return SOCKET_TAKEN if isinstance(error, SocketTaken) else 2
+            refused(status, str(error))
+        return status
     log.info("ended")
     return 0
 

@@ -1,7 +1,6 @@
 """Who is on the other end of a Unix socket, and the proof that it is gone."""
 
 import os
-import select
 import socket
 
 from kvhold.host import peer
@@ -36,10 +35,3 @@ def peer_pidfd(connection: socket.socket) -> tuple[int, int]:
         os.close(pidfd)
         raise UnknownPeer(f"process {pid} has left")
     return pid, pidfd
-
-
-def is_dead(pidfd: int) -> bool:
-    """Whether the process has ended, for certain."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))

@@ -55,7 +55,7 @@ def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
     return {
         "version": __version__,
         "incarnation": server.incarnation,
-        "socket": str(server.config.socket),
+        "socket": str(server.listener.path),
         "embedded": server.config.starter_fd is not None,
         "uptime_seconds": time.monotonic() - server.started,
         "arena": {"bytes": server.memory.bytes, "populated": core.arena.total, "page": server.memory.page},

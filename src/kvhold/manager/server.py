@@ -48,6 +48,8 @@ STORE_SECONDS = 3.0
 DISK_SECONDS = 30.0
 """How long a purge or a flush may take; then whoever asked for it is told that the disks do not do it."""
 
+LOOK_SECONDS = 1.0
+"""How often a manager looks whether its socket is still there: whoever cleans up or logs out may remove it."""
 CALLS = 16
 """Calls from other threads in one turn of the loop."""
 RECOVERING = 32
@@ -86,6 +88,7 @@ class Server:
         self._recovering = threading.BoundedSemaphore(RECOVERING)
         self._waiting: dict[int, float] = {}  # by session that asked for what disks must do, until when
         self._wake_read, self.wake_descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._look_at = 0.0
         self._stopping = False
         self._no_more = threading.Event()
         self._starter = self._watch_starter()
@@ -165,6 +168,7 @@ class Server:
                 self._tick()
                 self._end_waiting()
                 self.clients.expire()
+                self._look()
         finally:
             self._stopping = True
             self._no_more.set()
@@ -188,14 +192,14 @@ class Server:
                 except queue.Empty:
                     pass
 
-    def _patience(self) -> float | None:
+    def _patience(self) -> float:
         if self.core.has_work or self.clients.waiting:
             return 0
         waiting = [] if self.clients.deadline is None else [self.clients.deadline]
         if (deadline := self.core.next_deadline) is not None:
             waiting.append(deadline / 1e9)
-        waiting += self._waiting.values()
-        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+        waiting += [*self._waiting.values(), self._look_at]
+        return max(0.0, min(waiting) - time.monotonic())
 
     def _work(self) -> None:
         """Go on with what is not finished, a slice for each in its turn, for a while."""
@@ -232,6 +236,17 @@ class Server:
         deadline, now = self.core.next_deadline, time.monotonic_ns()
         if deadline is not None and deadline <= now:
             self._apply(self.core.handle(ev.Tick(self.clients.behind()), now))
+
+    def _look(self) -> None:
+        """Listen again where somebody has removed the socket."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        if not self.listener.is_there() and (former := self.listener.put_back()) is not None:
+            self._poller.unregister(former.fileno())
+            former.close()
+            self.clients.listen()
 
     def _engines(self) -> bool:
         return any(c.stage is Stage.SESSION and c.role != "admin" for c in self.clients.connections.values())

@@ -1,5 +1,7 @@
 """How one half of a vLLM engine finds its manager, and how it introduces itself."""
 
+import hashlib
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -9,9 +11,9 @@ from vllm.logger import init_logger
 
 from kvhold.client.embedded import Embedded
 from kvhold.client.keeper import Half, Keeper
-from kvhold.client.paths import default_socket, embedded_socket
 from kvhold.engines.vllm.config import Settings, own_settings
 from kvhold.host import default_dram
+from kvhold.places import places, sockets
 from kvhold.units import parse_size
 
 if TYPE_CHECKING:
@@ -37,21 +39,22 @@ def served_name(config: "VllmConfig") -> str:
     return str(getattr(model, "served_model_name", None) or model.model)
 
 
-def embedded_path(instance: str) -> Path:
-    """Where the engine's own manager listens: one for all of its data-parallel ranks, which vLLM numbers in the id."""
-    return embedded_socket(re.sub(r"_dp\d+$", "", instance))
+def own_sockets(instance: str) -> list[Path]:
+    """Where the engine's own manager may listen: one for all data-parallel ranks, which vLLM numbers in the id."""
+    engine = re.sub(r"_dp\d+$", "", instance)
+    name = hashlib.sha256(f"{os.uname().nodename}\0{engine}".encode()).hexdigest()[:16]
+    return [folder / f"e-{name}.sock" for folder in places()]
 
 
 def make_keeper(half: Half, config: "VllmConfig", settings: Settings, reads: bool) -> Keeper:
     """A keeper for the manager that ``settings`` name; by default the engine's own, or else the host's."""
     if settings.socket is not None:
         return Keeper(half, [Path(settings.socket)], None, reads)
-    own = embedded_path(instance_of(config))
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
-    embedded = Embedded(own, dram, settings.huge_pages, settings.ssd)
+    embedded = Embedded(own_sockets(instance_of(config)), dram, settings.huge_pages, settings.ssd)
     # The scheduler speaks for all of an engine's halves: what each of them finds is the same.
     preferred = None if reads else partial(_say_what_is_ignored, own_settings(settings))
-    return Keeper(half, [own, default_socket()], embedded, reads, preferred)
+    return Keeper(half, sockets(), embedded, reads, preferred)
 
 
 def _say_what_is_ignored(names: list[str], path: Path) -> None:

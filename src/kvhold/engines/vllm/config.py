@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from kvhold.client.paths import default_socket
 from kvhold.host import check_dram, check_huge_pages, check_socket, default_dram
+from kvhold.places import DEFAULT, VARIABLE, places
 from kvhold.units import LEAST_SSD, format_size, parse_directory, parse_size
 
 _WRITTEN = {
@@ -106,10 +106,10 @@ def _check_named(socket: str, settings: Settings) -> None:
 def _check_own(settings: Settings) -> None:
     """Check what the engine would start its own manager with."""
     try:
-        check_socket(default_socket())  # an own manager's is longer, but may not be needed
+        check_socket(places()[0] / DEFAULT)  # an own manager's is longer, but may not be needed
     except ValueError as error:
         raise ValueError(
-            f"kvhold: no manager can listen on {str(default_socket())!r}, which is {error} with XDG_RUNTIME_DIR"
+            f"kvhold: no manager can listen on {str(places()[0] / DEFAULT)!r}, which is {error} with {VARIABLE}"
         ) from None
     dram = default_dram()
     if settings.dram is not None:

@@ -1,0 +1,107 @@
+"""vLLM's own server, which kills its engine and all that this has started as soon as it is told to end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed import generate, prompt, running
+from kvhold_bed import status, until, warm_up
+
+from kvhold import protocol as wire
+from kvhold.client.channel import Channel
+
+PROMPT = prompt(1500, 70)
+WHOLE = (len(PROMPT) - 1) // 32 * 32
+START_SECONDS = 240.0
+SLOW = 1 << 20
+"""Bytes a second written to the SSD: what the prompt stored takes longer than the server's end."""
+
+
+@pytest.fixture
+def own(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the sockets of own managers are."""
+    monkeypatch.setenv("KVHOLD_RUNTIME_DIR", str(short_folder / "kvhold"))
+    return short_folder / "kvhold"
+
+
+@contextmanager
+def server(model: Path, connector: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The process and the URL of a server that is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    transfer = {"kv_connector": "KvHoldConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer["kv_connector_module_path"] = "kvhold.engines.vllm.connector"
+    options = {
+        "model": str(model),
+        "host": "127.0.0.1",
+        "port": str(port),
+        "dtype": "float32",
+        "max-model-len": "2048",
+        "max-num-seqs": "16",
+        "block-size": "32",
+        "kv-cache-memory-bytes": str(64 << 20),
+        "kv-transfer-config": json.dumps(transfer | {"kv_connector_extra_config": connector}),
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--skip-tokenizer-init", "--enforce-eager"]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("wb") as out:
+        environment = os.environ | multiprocessing
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def ready() -> bool:
+            assert process.poll() is None, log.read_text()[-4000:]
+            try:
+                return urllib.request.urlopen(f"{url}/health", timeout=10).status == 200
+            except OSError:
+                return False
+
+        end = time.monotonic() + START_SECONDS
+        while not ready():
+            assert time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.1)
+        yield process, url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def complete(url: str, model: Path, tokens: list[int]) -> None:
+    body = {"model": str(model), "prompt": tokens, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    urllib.request.urlopen(request, timeout=60).read()
+
+
+def test_what_waits_is_written_when_the_server_is_told_to_end(llama_dir: Path, own: Path, tmp_path: Path) -> None:
+    connector = {"dram": "64MiB", "ssd": f"{tmp_path}/ssd:256MiB", "answer_deadline_ms": 10_000}
+    with server(llama_dir, connector, tmp_path / "server.log") as (process, url):
+        [path] = own.glob("e-*.sock")
+        until(lambda: status(path)["instances"], "the engine is served")
+        channel = Channel(path, wire.Hello("admin"), 60)
+        channel.send(wire.Configure({"write_rate": SLOW}, {}))
+        until(lambda: channel.receive(60), "the manager writes slowly")
+        channel.close()
+        complete(url, llama_dir, PROMPT)
+        until(lambda: status(path)["objects"] * 32 == WHOLE, "all of it is stored")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    until(lambda: not path.exists(), "its manager ends")
+    with running(llama_dir, connector=connector) as llm:
+        warm_up(llm)
+        assert generate(llm, [PROMPT])[0].cached == WHOLE
