@@ -47,6 +47,10 @@ class EngineProcess:
         self._process.stdin.flush()
         return self._read()
 
+    def transfer(self, tokens: list[int], max_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+        """One request's output with ``kv_transfer_params``; ``params`` are those that the engine answers with."""
+        return self.ask({"transfer": tokens, "max_tokens": max_tokens, "params": params})
+
     def kill(self) -> None:
         """SIGKILL of this process alone; its children are left to notice."""
         self._process.kill()
@@ -103,6 +107,10 @@ def main() -> None:
             if "generate" in command:
                 outputs = bed.generate(llm, command["generate"], command["max_tokens"])
                 say({"outputs": [packed(output) for output in outputs]})
+            elif "transfer" in command:
+                limits = [bed._greedy(command["max_tokens"], command["params"])]
+                [request] = llm.generate([bed._inputs(command["transfer"], None)], limits, use_tqdm=False)
+                say({**packed(bed.Output.of(request)), "params": request.kv_transfer_params})
             elif "reset" in command:
                 bed.settle(llm)
                 say({"reset": llm.reset_prefix_cache()})

@@ -1,16 +1,20 @@
 """Beside another connector in vLLM's ``MultiConnector``: both work, whichever is first, and each without the other."""
 
+import importlib.util
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bed import LLM, add, drain, generate, prompt, reference, running, scheduler, settle
-from kvhold_bed import connect, counting, scheduler_side, until, warm_up
+from engine_process import EngineProcess, packed
+from kvhold_bed import connect, counting, scheduler_side, status, until, warm_up
 from manager_process import Manager
 from prometheus_client import REGISTRY
-from siblings import HANDSHAKING, Handshaking, beside, example
+from siblings import HANDSHAKING, NIXL, Handshaking, beside, example
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
@@ -124,3 +128,74 @@ def test_a_restore_that_fails_fails_no_request_under_vllms_default_policy(
         monkeypatch.setattr(HostCopier, "restore", failing)
         assert generate(llm, [TOKENS]) == expected
         assert counts["load_failures"] == 1
+
+
+# The real NIXL connector. Its package has 250 MB, so CI does without; `pip install nixl` and these tests run.
+
+nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs NIXL: pip install nixl")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def with_nixl(model: Path, manager: Manager, first: bool) -> Iterator[EngineProcess]:
+    config = asdict(beside(NIXL, connect(manager), first=first))
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "UCX_TLS": "tcp",
+        "UCX_NET_DEVICES": "lo",
+    }
+    engine = EngineProcess(model, environment=environment, connector=None, kv_transfer_config=config)
+    try:
+        yield engine
+    finally:
+        engine.kill()
+
+
+@nixl
+@orders
+def test_nixl_moves_a_prompt_from_engine_to_engine_and_kvhold_keeps_it(
+    llama_dir: Path, manager: Manager, short_folder: Path, first: bool
+) -> None:
+    """One engine computes a prompt for the other; each has a manager of its own, so that only NIXL can bring it."""
+    prompts = [TOKENS, *(prompt(333, seed) for seed in (2, 3, 4))]
+    expected = [packed(output) for output in reference(llama_dir, prompts)]
+    theirs = Manager(short_folder, dram="64MiB")
+    whole = len(TOKENS) // 32 * 32
+
+    def check(output: dict[str, Any], truth: dict[str, Any]) -> None:
+        assert (output["tokens"], output["logprobs"]) == (truth["tokens"], truth["logprobs"])
+
+    try:
+        with with_nixl(llama_dir, manager, first) as computes, with_nixl(llama_dir, theirs, not first) as decodes:
+            computes.ready(), decodes.ready()
+            told = computes.transfer(TOKENS, 1, {"do_remote_decode": True})
+            assert told["params"]["do_remote_prefill"]
+            brought = decodes.transfer(TOKENS, 8, told["params"])
+            check(brought, expected[0])
+            assert status(theirs.socket)["objects"] == BLOCKS, "what NIXL brought is kept like what is computed"
+            # Each of them keeps prompts, with or without the other one.
+            for engine, mine in ((computes, manager), (decodes, theirs)):
+                check(engine.generate([prompts[1]])[0], expected[1])
+                assert engine.ask({"reset": True})["reset"]
+                [again] = engine.generate([prompts[1]])
+                check(again, expected[1])
+                assert again["cached"] == whole
+                assert status(mine.socket)["objects"] >= BLOCKS
+            # NIXL goes on without a manager, kvhold without the other engine.
+            theirs.kill()
+            told = computes.transfer(prompts[2], 1, {"do_remote_decode": True})
+            check(decodes.transfer(prompts[2], 8, told["params"]), expected[2])
+            theirs.start()
+            gone = computes.transfer(prompts[3], 1, {"do_remote_decode": True})["params"]
+            computes.kill()
+            gone |= {"remote_engine_id": "gone", "remote_port": free_port()}
+            check(decodes.transfer(prompts[3], 8, gone), expected[3])
+    finally:
+        theirs.kill()

@@ -490,12 +490,13 @@ class Queries:
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def hurry(self, event: ev.Hurry) -> list[Effect]:
+    def hurry(self, event: ev.Hurry) -> Work:
+        """One a slice: an answer may be long."""
+        yield []
         attachment = self._common.speaker(event.session)
         operation = attachment.operations.get(event.op) if attachment is not None else None
-        if operation is None or operation.revision != event.revision or operation.phase is not Phase.WAITING:
-            return []
-        return self._conclude(operation, operation.reason)
+        if operation is not None and operation.revision == event.revision and operation.phase is Phase.WAITING:
+            yield self._conclude(operation, operation.reason)
 
     def release(self, event: ev.Release) -> Work:
         session = self._common.sessions.get(event.session)

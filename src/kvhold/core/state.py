@@ -87,7 +87,7 @@ class Core:
             case ev.Return():
                 return self.credits.give_back(event)
             case ev.Hurry():
-                return self.queries.hurry(event)
+                return common.start(self.queries.hurry(event), event.session, question=True)
             case ev.Lookup():
                 return common.start(self.queries.lookup(event), event.session, question=True)
             case ev.Prepare():
