@@ -30,14 +30,13 @@ GROUPS = 4
 class Engine:
     """A scheduler session and a worker session of one instance, without an engine."""
 
-    def __init__(self, socket: Path) -> None:
-        self.worker = Channel(socket, wire.Hello("worker", "bench", 0, 1, "benchmark"), 5)
+    def __init__(self, socket: Path, instance: str, name: bytes) -> None:
+        self.worker = Channel(socket, wire.Hello("worker", instance, 0, 1, "benchmark"), 5)
         self.worker.send(wire.Mapped())
-        keeper: Any = SimpleNamespace(channel=Channel(socket, wire.Hello("scheduler", "bench", 0, 1, "benchmark"), 5))
+        keeper: Any = SimpleNamespace(channel=Channel(socket, wire.Hello("scheduler", instance, 0, 1, "benchmark"), 5))
         self.control = Control(keeper, step_seconds=1.0, read_seconds=10.0)
         while not self.control.attachment:
             self.control.new_step()
-        name = os.urandom(32)
         for group in range(GROUPS):
             self.control.open(1 + group, Geometry(name, group, 32, (SHARD,)), 4096 if group == 0 else 0)
 
@@ -97,8 +96,8 @@ def main() -> None:
         command = [sys.executable, "-m", "kvhold.cli", "serve", "--dram", "256MiB", "--socket", str(socket)]
         manager = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
-            engine = _attach(socket)
-            _await_arena(socket)
+            engine = attach(socket)
+            await_arena(socket)
             chains = {count: [os.urandom(32) for _ in range(count)] for count in GOALS_MS}
             for keys in chains.values():
                 engine.store(keys)
@@ -152,7 +151,7 @@ def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
     return times
 
 
-def _await_arena(socket: Path) -> None:
+def await_arena(socket: Path) -> None:
     """Until the whole arena is populated: chains stored before would push each other out."""
     arena = {"bytes": 1, "populated": 0}
     while arena["populated"] < arena["bytes"]:
@@ -164,11 +163,12 @@ def _await_arena(socket: Path) -> None:
         admin.close()
 
 
-def _attach(socket: Path) -> Engine:
+def attach(socket: Path, instance: str = "bench", name: bytes = b"") -> Engine:
+    """An engine of a manager that may be just starting; under a ``name`` of its own unless one is given."""
     end = time.monotonic() + 10
     while True:
         try:
-            return Engine(socket)
+            return Engine(socket, instance, name or os.urandom(32))
         except AttachError:
             if time.monotonic() > end:
                 raise

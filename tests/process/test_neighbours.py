@@ -390,12 +390,12 @@ def test_a_namespace_costs_little_and_the_report_stays_short(full: Manager) -> N
 def test_quotas_are_bounded_in_number(full: Manager) -> None:
     admin = Peer(full.socket)
     admin.join("admin")
-    names = [number.to_bytes(32, "little") for number in range(5000)]
-    admin.send(wire.Configure({}, dict.fromkeys(names[:4000], (0, MIB))))
+    names = [number.to_bytes(32, "little") for number in range(2000)]
+    admin.send(wire.Configure({}, dict.fromkeys(names[:1000], (0, MIB))))
     admin.expect(wire.Configured)
     admin.send(wire.Configure({}, dict.fromkeys(names, (0, MIB))))
-    assert "quotas of 5000 namespaces are more than 4096" in admin.refusal()
-    assert len(status(full.socket)["limits"]["quotas"]) == 4000
+    assert "quotas of 2000 namespaces are more than 1024" in admin.refusal()
+    assert len(status(full.socket)["limits"]["quotas"]) == 1000
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------

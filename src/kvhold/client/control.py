@@ -385,8 +385,8 @@ class Control:
         for each in asked:
             del self._asked[each.ticket.op]
         ops = tuple((each.ticket.op, each.ticket.revision) for each in asked if not each.looks)
-        if ops:
-            self._send(wire.Release(ops))
+        for start in range(0, len(ops), wire.MAX_OPS):
+            self._send(wire.Release(ops[start : start + wire.MAX_OPS]))
 
     # --- publishing ---------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ _SIZES = ("read_bytes", "write_rate")
 _LEAST = {"max_objects": 1, "read_bytes": 1, "write_queue": 1}
 """With 0 of these nothing would be kept, read from SSD or written there."""
 _MOST = 1 << 50
-_QUOTAS = 4096
+_QUOTAS = 1024
 """Namespaces that have one."""
 
 
@@ -51,11 +51,11 @@ def change_limits(
             raise wire.ProtocolError(f"unknown limit {name!r} (value {value:g}); use one of: {', '.join(CHANGEABLE)}")
         _check(name, value, arena, largest)
         changes[name] = value if name.endswith("_share") else int(value)
-    named = {**limits.quotas, **{name: Quota(*pair) for name, pair in quotas.items()}}
-    if len(named) > _QUOTAS:
+    if (count := len(limits.quotas.keys() | quotas.keys())) > _QUOTAS:
         raise wire.ProtocolError(
-            f"quotas of {len(named)} namespaces are more than {_QUOTAS}; take some away with a floor of 0 and no limit"
+            f"quotas of {count} namespaces are more than {_QUOTAS}; take some away with a floor of 0 and no limit"
         )
+    named = {**limits.quotas, **{name: Quota(*pair) for name, pair in quotas.items()}}
     floors = sum(quota.floor for quota in named.values())
     for namespace in quotas:
         quota = named[namespace]

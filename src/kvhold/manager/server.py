@@ -358,7 +358,7 @@ class Server:
                 present, sizes = self.core.common.limits, object_bytes(self.core.catalogue)
                 changed = change_limits(present, limits, quotas, self.memory.bytes, sizes)
                 if changes := changes_document(present, changed):
-                    log.info("limits changed: %s", changes)
+                    log.info("limits changed: %.2000s", changes)
                     self._handle(ev.Configure(changed))
                 self._send(connection, wire.Configured(msgspec.json.encode(limits_document(changed))))
             case _:

@@ -51,8 +51,6 @@ LATER, ANSWERS = (
     (wire.Purged, wire.Flushed, wire.Explained, wire.Listed),
 )
 """An operator's questions that take time, and their answers: there is one at a time."""
-MAX_STARTED = 256
-"""Operations in one message of restores that have begun: it is handled as a whole."""
 
 
 def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
@@ -82,12 +80,10 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
             _check_numbers(op, revision)
             return ev.Hurry(session, op, revision)
         case wire.Started(ops):
-            _check_count(len(ops), MAX_STARTED)
             return ev.Started(session, ops)
         case wire.Spoiled(op):
             return ev.Spoiled(session, op)
         case wire.Release(ops):
-            _check_count(len(ops))
             return ev.Release(session, ops)
         case wire.Commit(space, parent, depth, keys, rows, epochs, shards):
             _check_batch(rows, epochs)
@@ -164,11 +160,6 @@ def _check_batch(rows: bytes, epochs: bytes) -> None:
 def _check_numbers(*numbers: int) -> None:
     if not all(0 <= number < 1 << 62 for number in numbers):
         raise wire.ProtocolError(f"numbers out of range: {numbers}")
-
-
-def _check_count(count: int, most: int = ev.MAX_QUERY_KEYS) -> None:
-    if count > most:
-        raise wire.ProtocolError(f"{count} operations in one message")
 
 
 def _check_parts(parts: tuple[tuple[int, bytes], ...]) -> None:

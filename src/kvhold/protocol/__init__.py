@@ -8,6 +8,7 @@ its :class:`Welcome`. Anything outside of this ends the connection.
 from kvhold.protocol.framing import (
     MAX_FRAME,
     MAX_KEYS,
+    MAX_OPS,
     MAX_REPORT,
     PREAMBLE,
     RESTORE_WITHIN,
@@ -72,6 +73,7 @@ __all__ = [
     "FROM_MANAGER",
     "MAX_FRAME",
     "MAX_KEYS",
+    "MAX_OPS",
     "MAX_REPORT",
     "PREAMBLE",
     "RESTORE_WITHIN",

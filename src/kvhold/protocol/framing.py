@@ -9,6 +9,8 @@ MAX_FRAME = 4 << 20
 """Longest frame, in bytes: a query of 65,536 keys of 32 bytes fits."""
 MAX_KEYS = 65_536
 """Keys in one query."""
+MAX_OPS = 4096
+"""Operations in one release: as many as one engine may have."""
 VERSION = 5
 """Version of the protocol; both sides must speak the same."""
 PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)

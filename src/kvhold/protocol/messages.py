@@ -1,12 +1,19 @@
 """The messages. Meanings are those of ``kvhold.core.events``; packed fields are little-endian machine arrays."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from kvhold.protocol.framing import MAX_OPS
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     pass
+
+
+# What is longer is refused before it takes memory: a number of one byte becomes an object of thirty.
+_Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)]
+_Parts = Annotated[tuple[tuple[int, bytes], ...], msgspec.Meta(max_length=64)]
 
 
 # --- client -> manager ------------------------------------------------------------------------------------------
@@ -46,7 +53,7 @@ class Open(_Message):
     namespace: bytes
     group: int
     key_bytes: int
-    shards: tuple[int, ...]
+    shards: _Shards
     slots: int
     watch: bool = False
     label: str = ""
@@ -69,15 +76,15 @@ class Query(_Message):
 
 class Lookup(_Message):
     op: int
-    parts: tuple[tuple[int, bytes], ...]
+    parts: _Parts
 
 
 class Prepare(_Message):
     op: int
     revision: int
-    parts: tuple[tuple[int, bytes], ...]
+    parts: _Parts
     ahead: bool = False
-    used: tuple[tuple[int, bytes], ...] = ()
+    used: _Parts = ()
 
 
 class Cut(_Message):
@@ -93,7 +100,7 @@ class Hurry(_Message):
 
 
 class Started(_Message):
-    ops: tuple[int, ...]
+    ops: Annotated[tuple[int, ...], msgspec.Meta(max_length=256)]
 
 
 class Spoiled(_Message):
@@ -101,7 +108,7 @@ class Spoiled(_Message):
 
 
 class Release(_Message):
-    ops: tuple[tuple[int, int], ...]
+    ops: Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_OPS)]
 
 
 class Commit(_Message):
@@ -111,7 +118,7 @@ class Commit(_Message):
     keys: bytes
     rows: bytes
     epochs: bytes
-    shards: tuple[int, ...]
+    shards: _Shards
 
 
 class Return(_Message):
@@ -159,8 +166,8 @@ class List(_Message):
 class Configure(_Message):
     """Admin: change these limits, and the (floor, limit) of these namespaces; what is not named stays."""
 
-    limits: dict[str, float]
-    quotas: dict[bytes, tuple[int, int]]
+    limits: Annotated[dict[str, float], msgspec.Meta(max_length=64)]
+    quotas: Annotated[dict[bytes, tuple[int, int]], msgspec.Meta(max_length=4096)]
 
 
 ClientMessage = (
