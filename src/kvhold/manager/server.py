@@ -304,6 +304,18 @@ class Server:
             or (unfinished and connection.taken + connection.size > TAKEN_BYTES)
             or (connection.unsent > UNSENT_BYTES and isinstance(message, QUESTIONS))
             or (self.core.purges >= PURGES and isinstance(message, wire.Purge))
+            or (isinstance(message, wire.Bye) and self._overtakes(connection))
+        )
+
+    def _overtakes(self, connection: Connection) -> bool:
+        """Whether another half of the same instance has said something that is not handled yet.
+
+        With the goodbye of one half the instance decides nothing any more, and the last commits of the other are lost.
+        """
+        return any(
+            other.queued and other.instance == connection.instance and not isinstance(other.next, wire.Bye)
+            for other in self.clients.connections.values()
+            if other is not connection
         )
 
     def left(self, connection: Connection, dead: bool) -> None:
