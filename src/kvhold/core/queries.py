@@ -262,16 +262,17 @@ class Queries:
         self.answering += 1
         operation.parts = parts
         if extended is not None:
+            # Its leases go over as they are, however many; what this one skips goes with the former.
             part, old = parts[0], extended.parts[0]
             part.skip = max(part.skip, old.skip)
-            part.rows = list(old.rows)
-            leased = part.leased
-            for row in leased if self._waiters else ():
-                if row in self._waiters:
+            part.rows, old.rows = old.rows, old.rows[: part.skip]
+            leased, skipped = part.leased, part.skip - old.skip
+            operation.offsets = extended.offsets[skipped : skipped + len(leased)]
+            for row in leased if extended.missing else ():
+                if (waiting := self._waiters.get(row)) is not None:
+                    waiting.pop(extended, None)
                     self._wait_for(operation, row)
             operation.spoiled |= extended.spoiled
-            self._catalogue.lease(leased)
-            operation.offsets.extend([self._catalogue.offset[row] for row in leased])
             charged = extended.charged
             self._charge(extended, -charged)
             self._charge(operation, min(charged, len(leased) * part.index.size))
