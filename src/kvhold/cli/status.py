@@ -50,6 +50,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"space    {name}, group {space['group']}: {held}, {format_size(space['dram_bytes'])} of DRAM"
         yield f"         namespace {space['namespace']}"
         yield f"         {_hits(space['keys_asked'], space['keys_found'], space['keys_read'], tiers)}{_ages(space)}"
+    if (more := report["spaces_known"] - len(report["spaces"])) > 0:
+        yield f"space    and {more} more, which were used less recently"
     for session in report["sessions"]:
         state = "" if session["open"] else ", lost: its bytes wait for the end of the process"
         who = f"{session['role']} rank {session['rank']}, pid {session['pid']}, {session['engine']}"

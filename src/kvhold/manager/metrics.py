@@ -125,7 +125,7 @@ def gauges(said: dict[str, Any]) -> dict[str, tuple[str, float]]:
         "limbo_bytes": ("Bytes of lost, not proved dead owners.", said["limbo_bytes"]),
         "objects": ("Objects that are known, in DRAM or in logs.", said["objects"]),
         "objects_in_logs_only": ("Of those, objects that are not in DRAM.", said["objects_in_logs_only"]),
-        "spaces": ("Namespaces that are known, each cache group counted.", len(said["spaces"])),
+        "spaces": ("Namespaces that are known, each cache group counted.", said["spaces_known"]),
         "sessions": ("Sessions of engines.", sum(session["open"] for session in said["sessions"])),
     }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 SPACES = 256
-"""Spaces that are told of, those with the most objects, beside how many there are."""
+"""Spaces that are told of, those that were used last, beside how many there are."""
 
 
 def _ago(then: int | None, now: int) -> float | None:
@@ -29,7 +29,7 @@ def _spaces(catalogue: Catalogue, namespace: bytes, now: int) -> list[dict[str, 
 
     ``idle_seconds`` ago any of it was stored or used last, ``oldest_seconds`` ago what DRAM will evict next of it.
     """
-    indexes = _largest(catalogue, namespace)
+    indexes = _latest(catalogue, namespace)
     return [
         {
             "namespace": index.namespace.name.hex(),
@@ -123,8 +123,9 @@ def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
     }
 
 
-def _largest(catalogue: Catalogue, namespace: bytes) -> list[Index]:
-    """The spaces with the most objects, in the order in which they became known."""
+def _latest(catalogue: Catalogue, namespace: bytes) -> list[Index]:
+    """The spaces that were used last, in the order in which they became known."""
     owner = catalogue.namespaces.get(namespace)
     spaces = list(catalogue.indexes.values()) if not namespace else list(owner.indexes.values()) if owner else []
-    return sorted(nlargest(SPACES, spaces, key=len), key=lambda index: index.id)
+    latest = nlargest(SPACES, spaces, key=lambda index: -1 if index.used_at is None else index.used_at)
+    return sorted(latest, key=lambda index: index.id)

@@ -131,7 +131,7 @@ class Bye(_Message):
 
 
 class Status(_Message):
-    """Admin: where every byte is, who is attached, the counters, and the largest spaces: of all, or a namespace's."""
+    """Admin: where every byte is, who is attached, the counters, and the spaces used last: of all, or a namespace's."""
 
     namespace: bytes = b""
 
