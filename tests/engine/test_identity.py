@@ -1,5 +1,6 @@
 """Whose KV is whose: adapters, epochs, changed weights, cache salts, prompt embeddings and multimodal inputs."""
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -10,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import bed
+import known_options
 import pytest
 import torch
+import vllm.config
 from bed import LLM, Output, Tokens, add, drain, free_blocks, generate, prompt, reference, running, settle, step
 from kvhold_bed import (
     check_identity,
@@ -35,7 +38,15 @@ from kvhold.engines.vllm import adapters
 from kvhold.engines.vllm import spaces as spaces_module
 from kvhold.engines.vllm.adapters import Adapters
 from kvhold.engines.vllm.hashes import tell_all
-from kvhold.engines.vllm.identity import PRIVATE, _processor, describe, digest, is_private, weights_identity
+from kvhold.engines.vllm.identity import (
+    PRIVATE,
+    _kv_dtypes,
+    _processor,
+    describe,
+    digest,
+    is_private,
+    weights_identity,
+)
 from kvhold.engines.vllm.layout import read_layout
 
 PROMPTS = [prompt(400, seed) for seed in range(2)]
@@ -635,3 +646,33 @@ def test_where_images_are_numbered_an_engine_is_alone(tmp_path: Path) -> None:
     assert PRIVATE not in processor_of(tmp_path, caching=False)
     identity = {"weights": "w", "drafter": [], "processor": [PRIVATE]}
     assert is_private(identity)
+
+
+def kv_dtypes(cache_dtype: str, indexer: str = "auto") -> list[str]:
+    told = SimpleNamespace(indexer_kv_dtype=indexer)
+    return _kv_dtypes(SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=cache_dtype), attention_config=told))  # type: ignore[arg-type]
+
+
+def test_how_kv_is_stored_is_part_of_the_identity() -> None:
+    assert len({str(each) for each in (kv_dtypes("auto"), kv_dtypes("fp8"), kv_dtypes("auto", "fp8"))}) == 3
+
+
+def test_a_platforms_own_kv_dtype_is_told_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import cache
+
+    if not hasattr(cache, "register_kv_cache_dtype"):
+        pytest.skip("this vLLM knows no such dtypes")
+    told = []
+    for number in range(2):
+        handler = type(f"Handler{number}", (), {"torch_dtype": lambda self: torch.uint8})
+        monkeypatch.setitem(cache._KV_CACHE_DTYPE_HANDLERS, "own", handler())
+        told.append(str(kv_dtypes("own")))
+    assert len(set(told)) == 2
+
+
+@pytest.mark.parametrize("name", known_options.KNOWN)
+def test_every_option_has_been_looked_at(name: str) -> None:
+    """An option that changes KV bytes and is not in the identity would let engines share what they must not."""
+    options = {each.name for each in dataclasses.fields(getattr(vllm.config, name))}
+    unknown = options - set(known_options.KNOWN[name].split())
+    assert not unknown, f"decide for each whether it belongs into the identity, and list it: {sorted(unknown)}"

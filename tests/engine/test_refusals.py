@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,11 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
         with pytest.raises(Unsupported, match="SimpleNamespace"):
             KvHoldConnector(config, KVConnectorRole[role.upper()], cache)
         monkeypatch.undo()
+        if hasattr(config, "num_hash_lookahead_tokens"):
+            monkeypatch.setattr(type(config), "num_hash_lookahead_tokens", 1)
+            with pytest.raises(Unsupported, match="disable_lookahead_block_hashes"):
+                KvHoldConnector(config, KVConnectorRole[role.upper()], cache)
+            monkeypatch.undo()
         monkeypatch.setattr(config.parallel_config, "nnodes", 2)
         with pytest.raises(Unsupported, match="nnodes=2"):
             KvHoldConnector(config, KVConnectorRole[role.upper()], cache)
@@ -143,6 +149,11 @@ def test_draft_models_whose_kv_cannot_be_kept_are_refused() -> None:
     ring.is_eagle_group = True
     with pytest.raises(Unsupported, match="draft model"):
         kept_groups(config, KVCacheConfig(9, [], [full, ring]))
+    ring.is_eagle_group = False
+    if hasattr(ring.kv_cache_spec, "is_draft"):  # so vLLM 0.33 says it of drafters whose last block is not dropped
+        ring.kv_cache_spec = replace(ring.kv_cache_spec, is_draft=True)
+        with pytest.raises(Unsupported, match="draft model"):
+            kept_groups(config, KVCacheConfig(9, [], [full, ring]))
 
 
 def test_prompt_lookup_decoding_is_served(llama_dir: Path, manager: Manager) -> None:

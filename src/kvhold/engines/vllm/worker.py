@@ -79,7 +79,7 @@ class WorkerHalf:
         self._keeper = make_keeper(self, config, settings, reads=True)
         self._copier: Copier | None = None
         self._caches: dict[str, torch.Tensor] = {}
-        self._registered = False  # whether the caches have memory that may be copied
+        self._taken = False  # whether the engine has taken the memory of its caches away
         self._report: WorkerReport | None = None
         self._copies = Copies()
         self._saved = -1  # the last step whose publishes were begun
@@ -159,7 +159,6 @@ class WorkerHalf:
         parts = self._topology.parts(*same)
         common, stage = identity.describe(self._config, self._cache, self._groups, layouts, parts, self._weights_id)
         self._copier = make_copier(layouts)
-        self._registered = True
         sizes = tuple(layout.shard_bytes for layout in layouts)
         kinds = ", ".join(
             f"{len(self._layers(group))} layers of {group.kind} with {size} bytes a block"
@@ -186,8 +185,8 @@ class WorkerHalf:
 
     def unregister(self) -> None:
         """End copies and forget the caches, which are about to lose their memory. Arenas stay mapped and pinned."""
-        if self._copier is not None and self._registered:
-            self._registered = False
+        if self._copier is not None and not self._taken:
+            self._taken = True
             self._drain()
             self._copier.unbind()
 
@@ -196,14 +195,14 @@ class WorkerHalf:
 
         Raises ValueError if their blocks are not what they were; then they stay unregistered, and copies fail.
         """
-        if self._copier is None or self._registered:
+        if self._copier is None or not self._taken:
             return
         layouts = self._read_layouts()
         sizes = tuple(layout.shard_bytes for layout in layouts)
         if sizes != self._sizes:
             raise ValueError(f"blocks have {sizes} bytes by group after the engine's sleep, and had {self._sizes}")
         self._copier.bind(layouts)
-        self._registered = True
+        self._taken = False
 
     def shutdown(self) -> None:
         """End copies, say goodbye, unmap."""
@@ -257,7 +256,7 @@ class WorkerHalf:
             arena = self._arena(plan.incarnation)
             if arena is None or self._copier is None:
                 return _failed("its arena is gone")
-            if not self._registered:
+            if self._taken:
                 return _failed("the engine has taken its KV cache away")
             parts = [
                 (group, blocks, [offset + plan.starts[group][self._rank] for offset in offsets])
@@ -273,7 +272,7 @@ class WorkerHalf:
             arena = self._arena(plan.incarnation)
             if arena is None or self._copier is None:
                 return _failed("its arena is gone")
-            if not self._registered:
+            if self._taken:
                 return _failed("the engine has taken its KV cache away")
             start = plan.starts[publish.group][self._rank]
             offsets = [offset + start for offset in publish.offsets]
