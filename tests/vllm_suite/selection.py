@@ -1,4 +1,4 @@
-"""Which of vLLM's tests run against kvhold, and why the others do not. For vLLM 0.32.0."""
+"""Which of vLLM's tests run against kvhold, and why the others do not. For vLLM 0.32 and 0.33."""
 
 import re
 from dataclasses import dataclass, field
@@ -22,14 +22,21 @@ class File:
     """A file of tests. ``attach`` names what plugin.py does for it.
 
     Of all tests, or those whose name contains ``only``, the ones in ``without`` (by function) do not apply and are
-    skipped; for those in ``refused`` (by the whole name) kvhold must refuse to start, which is what passes.
+    skipped, and from vLLM 0.33 on also those in ``without_later``; for those in ``refused`` (by the whole name) kvhold
+    must refuse to start, which is what passes.
     """
 
     attach: str
     only: str = ""
     without: dict[str, str] = field(default_factory=dict)
+    without_later: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     quick: bool = True
+
+    def reason(self, *names: str, later: bool) -> str | None:
+        """Why a test of these names does not apply; None if it does."""
+        left_out = self.without | (self.without_later if later else {})
+        return next((left_out[name] for name in names if name in left_out), None)
 
     def wants(self, test: str) -> bool:
         return re.search(self.only, test) is not None
@@ -43,6 +50,9 @@ _DELIVERY = "wants a producer to insist on delivery; to kvhold a publish that do
 _UNEQUAL = "for connectors that complete a local hit of unequal depth; kvhold does not say that it does"
 _STAGES = "for connectors that know nothing of pipeline stages"
 _MODE = "Mamba states of the cache mode 'none'"
+_CLASS = "asks for the very class of the connector in whose place ours is"
+_LOOKAHEAD = "hashes of drafters, which vLLM does not have beside a connector"
+_AUXILIARY = "about outputs beside the tokens, which vLLM keeps itself"
 
 FILES = {
     UNIT + "test_kv_load_failure_recovery.py": File("schedulers"),
@@ -60,7 +70,9 @@ FILES = {
             r"test_async_load_does_not_double_reserve_mamba_spec_blocks\[none.*\]": _MODE,
         },
     ),
-    UNIT + "test_kv_connector_lifecycle.py": File("recorder"),
+    UNIT + "test_kv_connector_lifecycle.py": File(
+        "recorder", without_later={"test_kv_connector_mixin_clears_metadata": _CLASS}
+    ),
     UNIT + "test_hma_auto_config.py": File(
         "registry", without={"test_explicit_hma_with_non_hma_connector_errors_at_factory": "another connector's"}
     ),
@@ -72,8 +84,12 @@ FILES = {
         },
     ),
     UNIT + "test_multi_connector.py": File("children", only="hma_support_detection|divergent_local_hybrid_hit"),
-    UNIT + "test_nixl_simple_cpu_offload.py": File("second_child"),
-    "tests/v1/worker/test_gpu_kv_connector.py": File("runner_v2"),
+    UNIT + "test_nixl_simple_cpu_offload.py": File(
+        "second_child", without_later={"test_cpu_offload_wins_when_nixl_has_no_match": _CLASS}
+    ),
+    "tests/v1/worker/test_gpu_kv_connector.py": File(
+        "runner_v2", without_later={"test_load_start_phase": "asks for the class of a mock in whose place ours is"}
+    ),
     CORE + "test_scheduler.py": File(
         "all_schedulers",
         without={
@@ -81,6 +97,14 @@ FILES = {
             "test_remote_kv_promotion_drains_before_grammar_prefix": "a mock replaces the connector",
             "test_scheduler_kv_connector_stats": "a mock replaces the connector",
             "test_hybrid_fa_deeper_hit_respects_connector_lookup_policy[True-16-6-80]": _UNEQUAL,
+            "test_hybrid_divergent_hit_fallback_is_capped_at_retained_auxiliary_outputs[kept]": _UNEQUAL,
+            "test_evicted_blocks_release_their_auxiliary_outputs_past_capacity": _AUXILIARY,
+            "test_streaming_lookahead_hashes_follow_recomputed_kv": _LOOKAHEAD,
+            "test_kv_cache_release_after_keep_pause_preserves_requests": "a mock stands for the workers",
+            "test_block_drafters_cap_requests_instead_of_draft_slots": "its draft model has no configuration",
+        },
+        without_later={
+            "test_async_scheduling_pp_allows_rescheduling_with_output_placeholders": "needs Triton",
         },
     ),
     CORE + "test_async_scheduler.py": File(
@@ -126,6 +150,7 @@ OTHERS = {
     "test_simple_cpu_offload_*.py": "SimpleCPUOffloadConnector: its settings and metrics",
     "test_tp_mapping.py": "how NIXL maps ranks of one engine to those of another",
     "test_transfer_topology_sharded.py": "how NIXL maps ranks of one engine to those of another",
+    "test_umbp_*.py": "the UMBP connector of vLLM 0.33",
     "offloading_connector/test_*.py": "OffloadingConnector: a mock of its manager says what is stored and loaded",
 }
 """The rest of vLLM's connector unit tests, by pattern under ``UNIT``."""
@@ -168,6 +193,8 @@ ELSEWHERE = {
         (
             "tests/test_config.py",
             *(f"tests/{folder}/*" for folder in ("config", "entrypoints", "model_executor", "platforms", "tools")),
+            "tests/utils_/*",
+            "tests/v1/fault_tolerance/*",
         ),
         _MENTION,
     ),
