@@ -760,6 +760,7 @@ class Line:
     def __init__(self, there: set[bytes]) -> None:
         self.there = there
         self.lost, self.drained = False, True
+        self.turns, self.unsent = 0, 0
         self.welcome = wire.Welcome(7, 1, 1 << 20)
         self.asked: list[wire.Lookup] = []
         self.inbox: list[Any] = [wire.Ready()]
