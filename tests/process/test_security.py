@@ -130,6 +130,15 @@ def test_an_introduction_may_come_in_pieces(site: Site) -> None:
     peer.close()
 
 
+def introduced(manager: Manager) -> bool:
+    """Whether this process was quick enough: a busy machine may keep it from introducing itself in time."""
+    try:
+        Engine(manager.socket, "one").bye()
+    except (AssertionError, OSError):
+        return False
+    return True
+
+
 def test_who_says_nothing_is_let_go(folder: Path) -> None:
     impatient = "import kvhold.manager.clients as c; c.HELLO_SECONDS = 0.3; from kvhold.cli import main; main()"
     manager = Manager(folder, dram="16MiB", program=("-c", impatient))
@@ -142,7 +151,7 @@ def test_who_says_nothing_is_let_go(folder: Path) -> None:
         for peer in peers:
             assert peer.refusal() == "no introduction within 0.3 s"
         assert manager.log.read_text().count("refused: no introduction within 0.3 s") == len(peers)
-        Engine(manager.socket, "one").bye()
+        until(lambda: introduced(manager), "who introduces itself is served")
     finally:
         manager.kill()
 
