@@ -52,7 +52,8 @@ def test_restored_after_reset_and_in_the_next_engine(llama_dir: Path, manager: M
             assert restored == expected
             assert [output.cached for output in restored] == [384, 384, 384]
             check_nothing_held(llm, free, manager.socket)
-        with serving(llama_dir, manager) as llm:
+            assert {space["model"] for space in status(manager.socket)["spaces"]} == {str(llama_dir)}
+        with serving(llama_dir, manager, served_model_name=["tiny-llama", "alias"]) as llm:
             restored = generate(llm, PROMPTS)
             assert restored == expected
             assert [output.cached for output in restored] == [384, 384, 384]
@@ -61,6 +62,9 @@ def test_restored_after_reset_and_in_the_next_engine(llama_dir: Path, manager: M
     until(lambda: not status(manager.socket)["instances"], "the engines' sessions end")
     report = status(manager.socket)
     assert report["objects"] == 3 * 12
+    (space,) = report["spaces"]
+    assert space["model"] == "tiny-llama"
+    assert (space["keys_found"], space["keys_read"]) == (2 * 3 * 12, 0)
     assert report["accounts"]["credit"] == report["accounts"]["leased"] == report["accounts"]["limbo"] == 0
 
 

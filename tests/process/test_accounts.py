@@ -140,3 +140,33 @@ def test_the_report_says_the_same(serve: Callable[..., Manager]) -> None:
         ("worker", "one", True),
     ]
     assert report["spaces"][0]["objects"] == 2
+
+
+def test_questions_turns_and_clients_are_counted(serve: Callable[..., Manager]) -> None:
+    manager = serve("--http", "127.0.0.1:0")
+    engine = Engine(manager.socket, "one")
+    engine.store([1, 2, 3])
+    before = labelled(manager)
+    for _ in range(5):
+        engine.works([1, 2, 3])
+    engine.scheduler.send(wire.Lookup(70, ((1, b"12345678"),)), wire.Prepare(71, 1, ((1, b"12345678"),)))
+    engine.scheduler.sync()
+    now = labelled(manager)
+    for kind, count in (("query", 11), ("lookup", 1), ("prepare", 1)):  # each looks once more, whether all is heard
+        name = f'kvhold_answer_seconds_count{{kind="{kind}"}}'
+        assert now[name] - before[name] == count
+        assert now[name] == now[f'kvhold_answer_seconds_bucket{{kind="{kind}",le="+Inf"}}']
+        assert now[f'kvhold_answer_seconds_sum{{kind="{kind}"}}'] < 60
+    assert now["kvhold_turn_seconds_count"] > before["kvhold_turn_seconds_count"] > 0
+    assert now['kvhold_clients_connected{kind="engines"}'] == 2
+    assert now['kvhold_clients_connected{kind="strangers"}'] == 0
+    assert now['kvhold_clients_limit{kind="engines"}'] >= 128
+    assert now["kvhold_unfinished"] == 0
+    assert now["process_open_fds"] > 5
+
+
+def labelled(manager: Manager) -> dict[str, float]:
+    """A scrape, by name and labels as they are written."""
+    with urllib.request.urlopen(http_address(manager.log) + "/metrics", timeout=60) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}

@@ -16,9 +16,10 @@ from kvhold.core import events as ev
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
-from kvhold.manager.metrics import MAX_SPACES, metrics
+from kvhold.manager.metrics import metrics
 from kvhold.manager.report import report
 from kvhold.manager.server import Server
+from kvhold.manager.times import BOUNDS, Histogram
 from kvhold.protocol import VERSION
 from kvhold.tiers.ssd.counters import ERRORS, REJECTED
 
@@ -84,13 +85,18 @@ def test_every_series_is_there_before_its_first_error(said: dict[str, Any]) -> N
     assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
 
 
-def test_a_name_is_escaped_and_series_are_bounded(said: dict[str, Any]) -> None:
-    (space,) = said["spaces"]
-    for number in range(2 * MAX_SPACES):
-        said["spaces"].append(space | {"namespace": f"{number:064x}", "idle_seconds": float(number)})
-    said["spaces_known"] = 5000
+def test_a_name_is_escaped(said: dict[str, Any]) -> None:
     families = {each.name: each for each in text_string_to_metric_families(generate_latest(Scrape(said)).decode())}
     samples = families["kvhold_space_objects"].samples
     assert {sample.labels["model"] for sample in samples} == {NASTY}
-    assert {int(sample.labels["namespace"], 16) for sample in samples} == set(range(MAX_SPACES))
-    assert families["kvhold_spaces"].samples[0].value == 5000
+    assert {sample.labels["namespace"] for sample in samples} == {(b"n" * 32).hex()}
+    assert families["kvhold_spaces"].samples[0].value == 1
+
+
+def test_a_histogram_counts_all_that_took_at_most_so_long() -> None:
+    histogram = Histogram()
+    for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 3.0, 100.0):
+        histogram.observe(seconds)
+    plain = histogram.plain()
+    assert (plain["count"], plain["sum"]) == (5, pytest.approx(103.0, abs=0.001))
+    assert [count for _, count in plain["buckets"]] == [2] + [3] * (len(BOUNDS) - 1)

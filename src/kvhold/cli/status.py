@@ -38,6 +38,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     asked, found, read = (counters.get(name, 0) for name in ("keys_asked", "keys_resident", "keys_read"))
     tiers = bool(report["logs"])
     yield f"queries  {counters.get('queries', 0)}; {_hits(asked, found, read, tiers)}"
+    clients = ", ".join(f"{each['connected']} of {each['limit']} {kind}" for kind, each in report["clients"].items())
+    yield f"clients  {clients}; {report['unfinished']} pieces of their work are not finished"
     for log in report["logs"]:
         yield f"ssd      {_ssd(log)}"
         for direction, out in log["out_of_use"].items():

@@ -55,6 +55,7 @@ class Connection:
         self.owed = False  # one answer, before anything else is begun
         self.taken = 0  # bytes of what was begun since all was finished last
         self.moved = time.monotonic()  # when it said anything last
+        self.asked: dict[int, tuple[str, float]] = {}  # by operation: what it has asked, and when that was read
         self._opening = b""
         self._reader = FrameReader()
         self._outbox = bytearray()

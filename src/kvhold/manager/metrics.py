@@ -2,12 +2,16 @@
 
 import platform
 from collections.abc import Iterator
-from heapq import nsmallest
-from math import inf
 from typing import Any
 
 from prometheus_client import PROCESS_COLLECTOR
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 
 from kvhold.protocol import VERSION
 from kvhold.tiers.ssd.counters import ERRORS, REJECTED
@@ -67,8 +71,6 @@ SPACE_COUNTERS = {
     "keys_found": "Of those, keys that can be restored.",
     "keys_read": "Of those, keys that had to be read from a log first.",
 }
-MAX_SPACES = 256
-"""Of so many namespaces and groups, those that were used last, there are series."""
 LOG_GAUGES = {
     "budget_bytes": "What the directory may hold.",
     "live_bytes": "Records that can be found, headers included.",
@@ -92,6 +94,10 @@ LOG_KINDS = {
     "rejected": ("Records read that were not what they should be, by reason.", REJECTED),
 }
 """Counters with a label ``kind``, and the kinds that are there from the start, as 0."""
+CLIENTS = {
+    "connected": "Connections, those included that are lost and whose process has not ended.",
+    "limit": "How many there may be.",
+}
 DIRECTIONS = ("read", "write")
 
 
@@ -113,6 +119,22 @@ def metrics(said: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily("kvhold_evicted", "Objects evicted to make room.", value=said["evicted"])
     for name, text in COUNTERS.items():
         yield CounterMetricFamily(f"kvhold_{name}", text, value=said["counters"].get(name, 0))
+    turns = HistogramMetricFamily("kvhold_turn_seconds", "How long the loop's turns took.")
+    _add(turns, [], said["turns"])
+    yield turns
+    answers = HistogramMetricFamily(
+        "kvhold_answer_seconds",
+        "How long it took from when a question was read until its answer was on its way.",
+        labels=["kind"],
+    )
+    for kind, times in said["answers"].items():
+        _add(answers, [kind], times)
+    yield answers
+    for key, text in CLIENTS.items():
+        clients = GaugeMetricFamily(f"kvhold_clients_{key}", text, labels=["kind"])
+        for kind, counts in said["clients"].items():
+            clients.add_metric([kind], counts[key])
+        yield clients
     yield from _of_spaces(said["spaces"])
     yield from _of_logs(said)
 
@@ -126,14 +148,19 @@ def gauges(said: dict[str, Any]) -> dict[str, tuple[str, float]]:
         "objects": ("Objects that are known, in DRAM or in logs.", said["objects"]),
         "objects_in_logs_only": ("Of those, objects that are not in DRAM.", said["objects_in_logs_only"]),
         "spaces": ("Namespaces that are known, each cache group counted.", said["spaces_known"]),
+        "unfinished": ("Pieces of work that were begun for clients and are not finished.", said["unfinished"]),
         "sessions": ("Sessions of engines.", sum(session["open"] for session in said["sessions"])),
     }
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], times: dict[str, Any]) -> None:
+    buckets = [(str(bound), count) for bound, count in times["buckets"]]
+    family.add_metric(labels, [*buckets, ("+Inf", times["count"])], times["sum"])
 
 
 def _of_spaces(spaces: list[dict[str, Any]]) -> Iterator[Metric]:
     """By namespace, cache group, and the name under which the model is served."""
     labels = ["namespace", "group", "model"]
-    shown = nsmallest(MAX_SPACES, spaces, key=lambda one: inf if one["idle_seconds"] is None else one["idle_seconds"])
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         **{name: GaugeMetricFamily(f"kvhold_space_{name}", text, labels=labels) for name, text in SPACE_GAUGES.items()},
         **{
@@ -142,7 +169,7 @@ def _of_spaces(spaces: list[dict[str, Any]]) -> Iterator[Metric]:
         },
     }
     for name, family in families.items():
-        for one in shown:
+        for one in spaces:
             if one[name] is not None:  # what was never used has no age
                 family.add_metric([one["namespace"], str(one["group"]), one["model"]], one[name])
         yield family

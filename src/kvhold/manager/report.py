@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterable
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from kvhold import __version__
 from kvhold.core.catalogue import Catalogue, Index
-from kvhold.manager.connection import Stage
+from kvhold.manager.clients import MAX_CLIENTS, OPERATORS, STRANGERS
+from kvhold.manager.connection import Connection, Stage
 from kvhold.manager.limits import limits_document
 
 if TYPE_CHECKING:
     from kvhold.manager.server import Server
 
 
+_ROLES = {"admin": "operators"}
 SPACES = 256
 """Spaces that are told of, those that were used last, beside how many there are."""
 
@@ -47,6 +51,13 @@ def _spaces(catalogue: Catalogue, namespace: bytes, now: int) -> list[dict[str, 
         }
         for index, used in zip(indexes, catalogue.used_before(indexes), strict=True)
     ]
+
+
+def _clients(connections: Iterable[Connection]) -> dict[str, dict[str, int]]:
+    """How many of each kind are connected, and how many may be. One that is lost counts until its process has ended."""
+    kinds = Counter("strangers" if not each.role else _ROLES.get(each.role, "engines") for each in connections)
+    limits = {"engines": MAX_CLIENTS, "operators": OPERATORS, "strangers": STRANGERS}
+    return {kind: {"connected": kinds[kind], "limit": limit} for kind, limit in limits.items()}
 
 
 def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
@@ -90,6 +101,9 @@ def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
         "counters": dict(core.counters),
         "messages": server.clients.handled,
         "unfinished": server.core.unfinished_work,
+        "clients": _clients(server.clients.connections.values()),
+        "turns": server.times.turns.plain(),
+        "answers": {kind: times.plain() for kind, times in server.times.answers.items()},
         "namespaces": len(core.catalogue.namespaces),
         "spaces_known": len(core.catalogue.indexes),
         "spaces": _spaces(core.catalogue, namespace, now),

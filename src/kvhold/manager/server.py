@@ -28,6 +28,7 @@ from kvhold.manager.pulse import Pulse
 from kvhold.manager.report import report
 from kvhold.manager.ssd import Latecomer
 from kvhold.manager.store import Store
+from kvhold.manager.times import Times
 from kvhold.manager.translate import ANSWERS, LATER, MAY_SAY, QUESTIONS, event_of, message_of
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Server:
         self.core.handle(ev.Populated(1), time.monotonic_ns())
         self.incarnation = secrets.randbits(62) + 1
         self.started = time.monotonic()
+        self.times = Times()
         self._tokens: dict[int, int] = {}  # token -> connection of a scheduler or worker session
         self._poller = Poller()
         self.clients = Clients(self._poller, listener, self)
@@ -160,7 +162,9 @@ class Server:
                 if self.config.starter_fd is not None and not self._starter and not self._engines():
                     log.info("the last engine is gone; so is this manager")
                     break
-                for told, mask in self._poller.poll(self._patience()):
+                ready = self._poller.poll(self._patience())
+                begun = time.monotonic()
+                for told, mask in ready:
                     told(mask)
                 self.pulse.beat()
                 self.clients.take(TURN_SECONDS)
@@ -169,6 +173,7 @@ class Server:
                 self._end_waiting()
                 self.clients.expire()
                 self._look()
+                self.times.turns.observe(time.monotonic() - begun)
         finally:
             self._stopping = True
             self._no_more.set()
@@ -374,7 +379,9 @@ class Server:
                     self._handle(ev.Configure(changed))
                 self._send(connection, wire.Configured(msgspec.json.encode(limits_document(changed))))
             case _:
-                self._handle(event_of(connection.id, message))
+                event = event_of(connection.id, message)
+                self.times.asked(connection, message)
+                self._handle(event)
 
     def _hello(self, connection: Connection, hello: wire.Hello) -> None:
         if not 0 < hello.world <= 1024 or not 0 <= hello.rank < hello.world or len(hello.instance) > 256:
@@ -407,6 +414,7 @@ class Server:
     def _send(self, connection: Connection, message: wire.ManagerMessage, descriptor: int | None = None) -> None:
         if isinstance(message, ANSWERS):
             connection.owed = False
+        self.times.told(connection, message)
         self.clients.send(connection, message, descriptor)
 
     def _ended(self, session: int, answer: wire.Purged | wire.Flushed | None) -> None:
