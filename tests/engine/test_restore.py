@@ -34,6 +34,8 @@ from kvhold_bed import (
 from manager_process import Manager
 from models import write_llama
 
+from kvhold.engines.vllm.stats import METRICS
+
 BLOCK = 32
 PROMPTS = [prompt(400, seed) for seed in range(3)]
 FP8 = {"kv_cache_dtype": "fp8"}
@@ -383,6 +385,14 @@ def test_hits_are_labelled_as_host_memory(llama_dir: Path, manager: Manager) -> 
     llm = engine(llama_dir, connector=connect(manager), disable_log_stats=False)
     try:
         warm_up(llm)
+        first = {
+            sample.name: sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name.startswith("kvhold:") and sample.name.endswith("_total")
+        }
+        assert set(first) == {f"kvhold:{name}_total" for name in METRICS}, "each is there before it counts"
+        assert first["kvhold:tokens_cut_total"] == first["kvhold:load_bytes_total"] == 0
         generate(llm, PROMPTS)
         assert llm.reset_prefix_cache()
         generate(llm, PROMPTS)

@@ -73,7 +73,8 @@ def test_refuses_a_read_only_filesystem(folder: Path, tmpfs: Callable[[str], Pat
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
     for path in (where, where / "below"):
         said = unusable(folder, path)
-        assert "cannot be used: Read-only file system; check that" in said
+        assert f"ssd: {path} cannot be used: " in said
+        assert "Read-only file system; check that" in said
 
 
 def test_refuses_what_it_may_not_write_to(folder: Path) -> None:
@@ -102,7 +103,7 @@ def test_refuses_what_it_may_not_write_to(folder: Path) -> None:
         done = run(*program)
     said = " ".join(done.stderr.split())
     assert done.returncode == 2, said
-    assert f"ssd: {folder}/d cannot be used: Permission denied; check that" in said
+    assert f"ssd: {folder}/d cannot be used: {folder}/d/kvhold.lock: Permission denied; check that" in said
     assert "this user may write to it" in said
     assert os.listdir(folder / "d") == []
 

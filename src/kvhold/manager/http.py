@@ -72,8 +72,8 @@ class _Http:
 
     async def serve(self, listening: socket.socket) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: log.debug("http: %s", context["message"]))
-        await asyncio.start_server(self._connected, sock=listening, backlog=BACKLOG, limit=MAX_HEAD)
-        await asyncio.Event().wait()
+        server = await asyncio.start_server(self._connected, sock=listening, backlog=BACKLOG, limit=MAX_HEAD)
+        await server.serve_forever()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         transport = writer.transport

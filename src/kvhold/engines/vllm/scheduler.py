@@ -73,6 +73,7 @@ class SchedulerHalf:
         self._restores_wanted = transfer.is_kv_consumer
         self._publishes_wanted = transfer.is_kv_producer
         self.stats = KvHoldStats()
+        self.stats.begin("group", range(len(self._groups)))
         self._keeper = make_keeper(self, config, settings, reads=False)
         deadline = None if settings.answer_deadline_ms is None else settings.answer_deadline_ms / 1e3
         self._patience = Patience(deadline)

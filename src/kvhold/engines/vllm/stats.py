@@ -4,6 +4,7 @@ Identity: ``tokens_asked = tokens_hit + sum of tokens_missed_*``. A token is ask
 request: those of full blocks beyond the engine's own hit, the last prompt token excepted.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
@@ -68,6 +69,10 @@ class KvHoldStats(KVConnectorStats):
         if value:
             key = "/".join((name, *map(str, labels.values())))
             self.data[key] = self.data.get(key, 0) + value
+
+    def begin(self, label: str, values: Iterable[int]) -> None:
+        """Have counters with this label be there, as 0, before they count anything: then they have a rate."""
+        self.data |= {f"{name}/{value}": 0 for name in LABELS[label] for value in values}
 
     def take(self) -> "KvHoldStats | None":
         """What was counted since the last call; None for nothing."""

@@ -76,6 +76,7 @@ class WorkerHalf:
         self._groups = kept_groups(config, cache)
         self._failed_blocks: set[int] = set()
         self.stats = KvHoldStats()
+        self.stats.begin("rank", [self._rank])
         self._keeper = make_keeper(self, config, settings, reads=True)
         self._copier: Copier | None = None
         self._caches: dict[str, torch.Tensor] = {}
