@@ -935,6 +935,7 @@ def worker(groups: int = 1, rank: int = 0, sizes: tuple[int, ...] = (4096,), own
     owner = rank if owner is None else owner
     half._report = WorkerReport(rank, 4, 0, owner, b"", b"", sizes, private=False, summary="")
     half._copies, half._failed_blocks, half.stats = Copies(), set(), KvHoldStats()
+    half._looked = {}
     half._copier, half._taken = Copying(), False  # type: ignore[assignment]
     half._lock = threading.Lock()
     half._sessions = [SimpleNamespace(arena=SimpleNamespace(incarnation=5))]  # type: ignore[list-item]

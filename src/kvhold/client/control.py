@@ -228,7 +228,7 @@ class Control:
         about = geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards
         self._send(wire.Open(space, *about, slots, watch, geometry.label, geometry.chain))
 
-    def close(self, space: int) -> None:
+    def close(self, space: int, left: bool = False) -> None:
         """Stop speaking of ``space``. Slots that were taken may still be committed or returned."""
         slots = self.credit.pop(space, None)
         self._key_bytes.pop(space, None)

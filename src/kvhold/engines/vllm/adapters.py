@@ -3,9 +3,11 @@
 Workers read an adapter's files when a request with it is first scheduled, or when they are told to load it, and again
 whenever they had dropped it or are told to load it anew. None of that is said to the connector. But files that were
 last changed before the engine could have loaded anything are what was loaded, whenever that was; so an adapter is known
-as long as its files are older than the engine, and unknown, for the engine's life or until it is re-keyed, once they
-are not. Age is the time of the last change of the inode, which neither copying nor renaming can set back. A folder
-further up that is put in place of another one is noticed only if it happens after the first look.
+as long as its files are older than the engine, and unknown, for the engine's life or until its connector is reset, once
+they are not. After a reset a newer adapter counts as what is loaded, but for this engine alone: it has the operator's
+word for that, and shares with nobody what it computes. Age is the time of the last change of the inode, which neither
+copying nor renaming can set back. A folder further up that is put in place of another one is noticed only if it happens
+after the first look.
 
 Files are looked at by a thread of its own, because a file server may take seconds to answer: the scheduler asks for a
 look that begins after a request was seen, and what was computed counts only after a look that began later still.
@@ -67,6 +69,7 @@ class Known:
     digest: bytes | None = None
     changed: bool = False  # from one look to another
     spoiled: bool = False  # what this engine has computed with it may be of other weights than its files
+    private: bool = False  # it was spoiled, or its files were newer than the engine, before the last reset
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class Adapters:
     _path_of: dict[int, str] = field(default_factory=dict)  # by adapter id
     _asked: dict[str, float] = field(default_factory=dict)  # by request: since when a look is awaited
     _born: float = field(default_factory=lambda: time.time() - CLOCK_SECONDS)
+    _reset: float = 0.0  # when that was last
+    _salt: bytes = b""  # of this engine alone, since its last reset
     _looks: "queue.Queue[Known | None]" = field(default_factory=lambda: queue.Queue(_MOST))
     _looked: threading.Event = field(default_factory=threading.Event)  # since something was asked last
     _thread: threading.Thread | None = None
@@ -116,7 +121,8 @@ class Adapters:
             return None
         assert known.digest is not None
         what = b"3d" if adapter.is_3d_lora_weight else b""
-        return hashlib.sha256(b"\0".join((known.digest, what, self.options))).digest()
+        salt = self._salt if known.private else b""
+        return hashlib.sha256(b"\0".join((known.digest, what, self.options)) + salt).digest()
 
     def path(self, adapter: "LoRARequest") -> str:
         """Where the adapter is."""
@@ -135,11 +141,13 @@ class Adapters:
         return None if time.monotonic() - since < _PATIENCE else False
 
     def rekeyed(self) -> None:
-        """What was computed before is not used any more, so that only changes from now on matter."""
-        self._known.clear()
+        """What was computed before is not used any more, so that of adapters in doubt only new changes matter."""
         self._path_of.clear()
         self._asked.clear()
-        self._born = time.time()
+        self._reset, self._salt = time.time(), os.urandom(16)
+        for known in self._known.values():
+            if known.spoiled or known.changed:
+                known.spoiled, known.changed, known.private = False, False, True
 
     def stop(self) -> None:
         if self._thread is not None:
@@ -173,7 +181,8 @@ class Adapters:
         if known.digest is None:
             return False
         newest = max(entry[3] for entry in known.stamp) / 1e9
-        if newest >= self._born or known.changed:
+        known.private = known.private or self._born <= newest < self._reset
+        if newest >= (self._reset if known.private else self._born) or known.changed:
             self._spoil(known, "its files are not older than this engine, which may have loaded others before")
         return not known.spoiled
 

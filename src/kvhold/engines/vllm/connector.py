@@ -265,9 +265,9 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
             return ()
         return list(self._scheduler.events.take())
 
-    @_guarded(lambda: True)
+    @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Local and immediate: this engine finds nothing of what was stored before. Other engines keep theirs."""
+        """This engine finds nothing that was stored before, until its workers have shown what weights they have."""
         if self._scheduler is None:
             return None
         self._scheduler.reset()

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -40,17 +41,30 @@ class StepPlan(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)
     starts: tuple[tuple[int, ...], ...] = ()
+    look: int = 0
+    """If not 0: look at what is loaded, before the forward, and report it under this number."""
 
 
 @dataclass
 class CopyReport(KVConnectorWorkerMetadata):
-    """Workers to scheduler: of each publish batch that ended, the bytes per object by rank; -1 where it failed."""
+    """Workers to scheduler: of each publish batch that ended, the bytes per object by rank; -1 where it failed.
+
+    ``loaded`` are digests of what is loaded, by the number of the look and by rank; empty where that is not known.
+    """
 
     ended: dict[int, dict[int, int]] = field(default_factory=dict)
+    loaded: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReport":
         assert isinstance(other, CopyReport)
-        merged = {batch: dict(ranks) for batch, ranks in self.ended.items()}
-        for batch, ranks in other.ended.items():
-            merged.setdefault(batch, {}).update(ranks)
-        return CopyReport(merged)
+        return CopyReport(_merged(self.ended, other.ended), _merged(self.loaded, other.loaded))
+
+
+T = TypeVar("T")
+
+
+def _merged(some: dict[int, dict[int, T]], others: dict[int, dict[int, T]]) -> dict[int, dict[int, T]]:
+    merged = {number: dict(ranks) for number, ranks in some.items()}
+    for number, ranks in others.items():
+        merged.setdefault(number, {}).update(ranks)
+    return merged

@@ -137,11 +137,15 @@ class Publishing:
         self._sources.pop(request, None)
         self._complete.pop(request, None)
 
-    def forget_all(self) -> None:
-        """Publish no more blocks that were computed before now."""
+    def forget_all(self) -> "list[Request]":
+        """Publish no more blocks that were computed before now; which requests had any."""
+        for batch in (*self._batches.values(), *(copied for copied, _, _ in self._copied)):
+            batch.distrusted = True
+        running = [source.request for source in (*self._sources.values(), *self._complete.values())]
         self._sources.clear()
         self._complete.clear()
         self._tails.clear()
+        return running
 
     # --- in a step ----------------------------------------------------------------------------------------------
 
@@ -403,6 +407,15 @@ class Publishing:
                     tail.go_on()
             self._tails.append((source, tail))
 
+    def drop_late(self) -> None:
+        """Let go of what was begun since the last step: nobody copies it yet."""
+        late, self._late = self._late, []
+        for publish in late:
+            batch = self._batches[publish.batch]
+            self._let_go(publish.batch)
+            if batch.attachment == self._control.attachment:
+                self._give_back(batch)
+
     def distrust(self) -> None:
         """What this step has computed may rest on blocks that were not filled: keep none of it."""
         for batch in self._batches.values():
@@ -441,9 +454,12 @@ class Publishing:
                 shards = tuple(wanted.values())
                 self._control.commit(batch.space, batch.parent, batch.depth, batch.keys, batch.slots, shards)
             else:
-                self._control.give_back(batch.space, batch.slots)
-                if self._events is not None:
-                    self._events.expect_no_more(batch.space, batch.keys)
+                self._give_back(batch)
+
+    def _give_back(self, batch: Batch) -> None:
+        self._control.give_back(batch.space, batch.slots)
+        if self._events is not None:
+            self._events.expect_no_more(batch.space, batch.keys)
 
     def _let_go(self, number: int) -> None:
         batch = self._batches.pop(number)

@@ -37,7 +37,8 @@ class WorkerReport:
     """A worker's geometry. ``digest`` must be the same on all ranks, ``stage_digest`` on those of one pipeline stage.
 
     ``shard_bytes`` are its part of an object, by group; 0 where it has no layer. ``owner`` is the rank whose part its
-    own is a copy of: itself, unless ranks hold the same KV. ``summary`` is for a person.
+    own is a copy of: itself, unless ranks hold the same KV. ``summary`` is for a person, ``loaded``
+    a digest of the weights that the engine has started with; empty where that is not known.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class WorkerReport:
     shard_bytes: tuple[int, ...]
     private: bool
     summary: str
+    loaded: bytes = b""
 
     def packed(self) -> bytes:
         """For the way through the manager."""
@@ -68,11 +70,15 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of an engine. ``digests`` are what makes their KV incompatible with that of others."""
+    """All ranks of an engine. ``digests`` are what makes their KV incompatible with that of others.
+
+    ``loaded`` are digests of the weights they have started with, in rank order.
+    """
 
     shards: tuple[Shards, ...]
     digests: tuple[bytes, ...]
     private: bool
+    loaded: tuple[bytes, ...] = ()
 
 
 _decoder = msgspec.msgpack.Decoder(WorkerReport)
@@ -147,6 +153,7 @@ def agree(packed: Iterable[bytes]) -> Ranks:
         tuple(_shards(by_rank, group) for group in range(len(first.shard_bytes))),
         (first.digest, *(digest for _, digest in sorted(stages.items()))),
         first.private,
+        tuple(report.loaded for _, report in sorted(by_rank.items())),
     )
 
 

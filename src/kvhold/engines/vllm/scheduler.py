@@ -1,9 +1,10 @@
 """The scheduler half: keys, questions, plans. It never touches KV bytes and never waits beyond the step's budget."""
 
+import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from kvhold.engines.vllm.groups import kept_groups, reachable
 from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.lookups import Lookups
+from kvhold.engines.vllm.outdated import Outdated
 from kvhold.engines.vllm.patience import Patience
 from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan
 from kvhold.engines.vllm.publishing import Handed, Publishing
@@ -29,6 +31,7 @@ from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.spaces import Spaces
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.topology import Topology
+from kvhold.engines.vllm.worker import worker_here
 from kvhold.protocol import MAX_KEYS, Hello, Retire
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ log = init_logger(__name__)
 
 _FIRST_ATTACH_SECONDS = 10.0
 """How long the engine's start waits for the first session."""
+_LOOK_STEPS = 256
+"""Steps within which workers say what weights they have; until then requests wait, and afterwards they have others."""
 _READY_SECONDS = 5.0
 """How long it then waits for the manager's word that all workers are there, so that the first request is served."""
 
@@ -111,8 +116,11 @@ class SchedulerHalf:
         self._reach: Reach | None = None
         self._pool_blocks = 0  # as long as it is not known
         self._most_blocks = 0  # of them, for one restore
-        self._outdated = False  # what the engine has in its own cache
-        self._fresh: set[str] = set()  # requests that use none of that; kept only if it is
+        self._outdated: Outdated | None = None
+        self._look = 0  # the number of the last look at the loaded weights that was wanted
+        self._look_wanted = False  # by a request
+        self._looked_at = 0  # the step in which workers were told of it; 0: they were not
+        self._seen: dict[int, bytes] = {}  # what they have said, by rank
         self._drafts = config.num_speculative_tokens + config.num_lookahead_tokens
         scheduling = config.scheduler_config
         whole_prompt_must_fit = scheduling.scheduler_reserve_full_isl and not config.num_lookahead_tokens
@@ -164,6 +172,15 @@ class SchedulerHalf:
         self._search = HitSearch(self._config, self._cache, manager, self._groups)
         self._reach = Reach(manager, self._groups)
         self._publishing.bind(manager.block_pool, self._reach)
+        self._outdated = Outdated(manager.block_pool, range(len(self._cache.kv_cache_groups)))
+        # No hook tells a connector that the engine is about to clear its cache, which it refuses while a block is held.
+        clear = manager.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            self._end_late()
+            return clear()
+
+        manager.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
         self._pool_blocks = manager.block_pool.num_gpu_blocks - 1
         sizes = [group.block_tokens for group in self._groups if not group.handed]
         self._most_blocks = most_blocks(self._pool_blocks, sizes, self._drafts)
@@ -182,7 +199,7 @@ class SchedulerHalf:
 
     def _spaces_of(self, request: "Request") -> tuple[int, ...] | None:
         """Where what is computed for ``request`` may be published; None as long as that is nowhere."""
-        if not self._spaces.opened or (self._outdated and request.request_id not in self._fresh):
+        if not self._spaces.opened or (self._outdated is not None and self._outdated.has(request.request_id)):
             return None
         if not tell_all(request, self._config.model_config.dtype):
             return None
@@ -194,13 +211,10 @@ class SchedulerHalf:
         """How many tokens beyond ``computed`` can be restored, leaving the last one to compute; None: ask again."""
         name = request.request_id
         search, spaces = self._search, self._ready()
-        if self._outdated:
-            self._fresh.discard(name)
-            # A hit inside of a block is told as one that ends before it.
-            if computed == 0 and search is not None and not search.partial:
-                self._fresh.add(name)
-        if search is None:
+        if search is None or self._outdated is None:
             return 0, False
+        self._outdated.admits(request)
+        awaits_look = self._awaits_look()
         known = min(len(request.block_hashes), MAX_KEYS // len(self._groups)) * search.hash_tokens
         limit = min(request.num_tokens - 1, known)
         limit = reachable(self._groups, limit, search.unit, self._most_blocks)
@@ -215,6 +229,8 @@ class SchedulerHalf:
         if not tell_all(request, self._config.model_config.dtype):
             self._lookups.miss(name, local, limit, "ambiguous")
             return 0, False
+        if awaits_look:
+            return None, False
         if spaces is None:
             self._lookups.miss(name, local, limit, "detached")
             return 0, False
@@ -348,7 +364,8 @@ class SchedulerHalf:
         self._publishing.forget(name)
         self._failed.discard(name)
         self._waiting.pop(name, None)
-        self._fresh.discard(name)
+        if self._outdated is not None:
+            self._outdated.finished(name)
         self._withheld.discard(name)
         if name in self._restores:
             self._restores[name].orphan = True
@@ -379,6 +396,8 @@ class SchedulerHalf:
         plan.incarnation = self.control.incarnation
         ranks = self._spaces.ranks
         plan.starts = tuple(shards.starts for shards in ranks.shards) if ranks is not None else ()
+        if self._look_wanted and not self._looked_at:
+            plan.look, self._looked_at = self._look, self._step
         self._in_step = False
         return plan
 
@@ -407,6 +426,7 @@ class SchedulerHalf:
                     self._waiting[name] = replace(self._waiting[name], held=0)
         report = output.kv_connector_worker_meta
         if isinstance(report, CopyReport) and self._spaces.ranks is not None:
+            self._take_look(report.loaded.get(self._look, {}))
             self._publishing.ended(report, [shards.writes for shards in self._spaces.ranks.shards])
         self.control.release(ended)
 
@@ -415,25 +435,75 @@ class SchedulerHalf:
         """Whether the engine has to go on stepping: blocks are held for copies, or somebody is to be told of them."""
         return self._publishing.holding or (self.events is not None and self.events.awaited)
 
+    # --- resets -------------------------------------------------------------------------------------------------
+
     def reset(self) -> None:
-        """Re-key this engine: it finds nothing of what was stored before, and publishes nothing computed before."""
+        """Find and store nothing until it is known what weights are loaded, and nothing computed before now at all.
+
+        A reset says neither that weights have changed nor that they have not; they may change after it. So workers look
+        at what they have when the first request wants to be scheduled.
+        """
+        self._spaces.doubt()
+        self._look, self._look_wanted, self._looked_at = self._look + 1, False, 0
+        self._seen.clear()
+        if self._outdated is not None:
+            self._outdated.begin()
         self._lookups.drop_all()
-        self._publishing.forget_all()
+        running = self._publishing.forget_all()
         if self.events is not None:
             self.events.cleared()
-        self._spaces.rekey(os.urandom(16))
         self._adapters.rekeyed()
-        # Blocks that are in use keep the engine's own cache alive, and what is computed on top of that is no better.
-        self._fresh.clear()
-        self._outdated = self._manager is not None and (
-            self._manager.block_pool.get_num_free_blocks() < self._pool_blocks
-            or len(self._manager.block_pool.cached_block_hash_to_block) > 0
-        )
-        if self._outdated:
+        if self._outdated is not None and self._outdated.mark(running):
             log.warning(
-                "kvhold: the engine could not clear its own prefix cache because requests are using it; what it still "
-                "finds there is not stored until a reset_prefix_cache(reset_connector=True) succeeds"
+                "kvhold: the engine could not clear its own prefix cache because requests are using it; what they find "
+                "there is not stored"
             )
+
+    def _awaits_look(self) -> bool:
+        """Whether a request has to wait until it is known what weights are loaded; if so, workers will be asked."""
+        if self._spaces.weights is not None or not self.control.attachment or self._spaces.agreed() is None:
+            return False
+        self._look_wanted = True
+        if self._looked_at and self._step - self._looked_at > _LOOK_STEPS:
+            log.warning("kvhold: the workers do not say what weights they have; this engine starts cold")
+            self._spaces.settle(os.urandom(16))
+        return self._spaces.weights is None
+
+    def _take_look(self, loaded: Mapping[int, bytes]) -> None:
+        """Workers have said what weights they have: the same as at the start, or others."""
+        self._seen.update(loaded)
+        ranks = self._spaces.ranks
+        if self._spaces.weights is not None or ranks is None or len(self._seen) < self._world:
+            return
+        seen = tuple(found for _, found in sorted(self._seen.items()))
+        if not all(seen):
+            log.warning(
+                "kvhold: what weights are loaded cannot be told; this engine starts cold and shares with no other"
+            )
+            self._spaces.settle(os.urandom(16))
+        elif seen == ranks.loaded:
+            self._spaces.settle(b"")
+        else:
+            log.info("kvhold: other weights are loaded than at the start; engines that have the same share their cache")
+            self._spaces.settle(hashlib.sha256(b"".join(seen)).digest())
+
+    def _end_late(self) -> None:
+        """Let go of blocks that are held for copies which wait for a step, or whose end waits for one to be told.
+
+        A worker in this process copies them now. For workers in others, what they were not told of is not kept.
+        """
+        try:
+            worker = worker_here(instance_of(self._config)) if self._world == 1 else None
+            if worker is not None and self._spaces.ranks is not None:
+                self._step += 1
+                starts = tuple(shards.starts for shards in self._spaces.ranks.shards)
+                late = self._publishing.take_late()
+                report = worker.end_copies(StepPlan(self._step, self.control.incarnation, [], late, starts))
+                if report is not None:
+                    self._publishing.ended(report, [shards.writes for shards in self._spaces.ranks.shards])
+            self._publishing.drop_late()
+        except Exception:
+            log.exception("kvhold: copies could not be ended before a reset; the engine may refuse it")
 
     def take_stats(self) -> KvHoldStats | None:
         """Counts since the last call; the engine asks for them when a step's output is here."""

@@ -1,5 +1,6 @@
 """The namespaces that one engine speaks of: one space per cache group, and again for each LoRA adapter."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -28,7 +29,9 @@ class Spaces:
     """Spaces by group, opened in each session when they are first asked for. ``credits`` says whether slots are wanted.
 
     ``ranks`` is the latest word on which all workers agreed; where they do not, no space is opened in that session.
-    ``salt`` sets this engine apart from all others, if it is not empty. ``events`` are told what is spoken of.
+    ``salt`` sets this engine apart from all others, if it is not empty. ``weights`` stands for what is loaded: empty
+    for what the engine has started with, None while that is in doubt and nothing is spoken of. ``events`` are told what
+    is spoken of.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class Spaces:
     ) -> None:
         self.ranks: Ranks | None = None
         self.salt = b""
+        self.weights: bytes | None = b""
+        self._former = b""  # what the weights were before they were in doubt
         self._control = control
         self._config = config
         self._groups = groups
@@ -58,18 +63,25 @@ class Spaces:
     @property
     def opened(self) -> bool:
         """Whether spaces are open in the session as it is."""
-        return bool(self._plain) and 0 < self._attachment == self._control.attachment
+        return self.weights is not None and bool(self._plain) and 0 < self._attachment == self._control.attachment
 
     @property
     def plain(self) -> tuple[int, ...] | None:
         """Those without an adapter; None without a session."""
-        if not self._control.attachment:
+        if not self._control.attachment or self.weights is None:
             return None
         if self._attachment != self._control.attachment:
             self._attachment = self._control.attachment
             self._adapted.clear()
             self._plain = self._begin()
         return self._plain or None
+
+    def agreed(self) -> Ranks | None:
+        """What all workers have agreed on, in this session or an earlier one."""
+        if self.ranks is None:
+            with contextlib.suppress(ValueError):  # said when spaces are opened
+                self.ranks = agree(self._control.reports)
+        return self.ranks
 
     def _begin(self) -> tuple[int, ...]:
         try:
@@ -114,17 +126,30 @@ class Spaces:
                 return self._adapters.sure(path, since)
         return True
 
-    def rekey(self, salt: bytes) -> None:
-        """Speak of other namespaces from now on."""
-        self.salt = salt
-        for spaces in (self._plain, *self._adapted.values()):
-            self._close(spaces)
-        self._adapted.clear()
-        self._attachment = 0
+    def doubt(self) -> None:
+        """Speak of nothing from now on: other weights may be loaded."""
+        if self.weights is not None:
+            self._former = self.weights
+        self.weights = None
 
-    def _close(self, spaces: Sequence[int]) -> None:
+    def settle(self, weights: bytes) -> None:
+        """These weights are loaded: speak of what was computed with them."""
+        self.weights = weights
+        mine = bool(self._plain) and 0 < self._attachment == self._control.attachment
+        if weights != self._former:
+            for spaces in (self._plain, *self._adapted.values()) if mine else ():
+                self._close(spaces, left=True)
+            self._adapted.clear()
+            self._attachment = 0
+        elif mine and self._events is not None:
+            self._events.begun(self._plain)
+            for spaces in self._adapted.values():
+                self._events.opened(spaces)
+        self.plain  # noqa: B018 - opened now, so that slots are there when something is to be published
+
+    def _close(self, spaces: Sequence[int], left: bool = False) -> None:
         for space in spaces:
-            self._control.close(space)
+            self._control.close(space, left)
         if self._events is not None:
             self._events.closed(spaces)
 
@@ -140,7 +165,7 @@ class Spaces:
                 "set PYTHONHASHSEED or use sha256",
                 algorithm,
             )
-        salt = variant(self._epoch, self.salt, adapter)
+        salt = variant(self._epoch, self.salt + (self.weights or b""), adapter)
         return namespace(ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
 
     def _open(self, ranks: Ranks, adapter: bytes = b"", label: str = "") -> tuple[int, ...]:

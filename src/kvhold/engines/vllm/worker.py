@@ -5,6 +5,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
@@ -21,6 +22,7 @@ from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
 from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.groups import Group, kept_groups
 from kvhold.engines.vllm.layout import read_layout
+from kvhold.engines.vllm.loaded import Loaded
 from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan
 from kvhold.engines.vllm.ranks import WorkerReport, attention_alone, replicas
 from kvhold.engines.vllm.stats import KvHoldStats
@@ -37,6 +39,10 @@ _FIRST_ATTACH_SECONDS = 30.0
 """How long the engine's start waits for the first session: a manager is started, and the arena pinned, within it."""
 _LAST_COPY_SECONDS = 30.0
 """How long an end waits for copies that were begun; they need nobody but this process."""
+
+
+_here: "WeakValueDictionary[str, WorkerHalf]" = WeakValueDictionary()
+"""This process's worker halves by the engine's id; of several ranks in one process the last."""
 
 
 @dataclass(slots=True)
@@ -67,6 +73,7 @@ class WorkerHalf:
     """One rank's worker half, on vLLM's worker thread but for what :class:`Keeper` calls."""
 
     def __init__(self, config: "VllmConfig", cache: "KVCacheConfig", settings: Settings) -> None:
+        _here[instance_of(config)] = self
         self._config = config
         self._cache = cache
         parallel = config.parallel_config
@@ -83,6 +90,8 @@ class WorkerHalf:
         self._taken = False  # whether the engine has taken the memory of its caches away
         self._report: WorkerReport | None = None
         self._copies = Copies()
+        self._weights = Loaded()
+        self._looked: dict[int, bytes] = {}  # what was loaded, by number of the look
         self._saved = -1  # the last step whose publishes were begun
         # Shared with the keeper's thread, which brings and takes mappings away; never held across a copy or a call.
         self._lock = threading.Lock()
@@ -175,6 +184,7 @@ class WorkerHalf:
             sizes,
             identity.is_private(common),
             f"{kinds}, weights {common['weights'][:22]}",
+            loaded=self._weights.digest(),
         )
         self._keeper.start(_FIRST_ATTACH_SECONDS)
 
@@ -229,6 +239,8 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin this step's restores."""
+        if plan.look:
+            self._looked[plan.look] = self._weights.digest()
         for load in plan.loads:
             self._copies.loads[load.request] = plan.step, self._begin_load(plan, load), load.blocks
         if self._copier is not None:
@@ -314,14 +326,21 @@ class WorkerHalf:
                 self.stats.add("load_seconds", job.seconds, rank=self._rank)
         return results
 
+    def end_copies(self, plan: StepPlan) -> CopyReport | None:
+        """Copy what is to be published, and wait for all copies within a time; the report that is due then."""
+        self.start_publishes(plan)
+        self._drain()
+        return self.take_report()
+
     def take_failed_blocks(self) -> set[int]:
         """Blocks that restores which have ended since the last call did not fill."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_report(self) -> CopyReport | None:
-        """Publishes that have ended since the last call."""
-        report = CopyReport()
+        """Publishes that have ended, and what was looked at, since the last call."""
+        report = CopyReport(loaded={number: {self._rank: found} for number, found in self._looked.items()})
+        self._looked.clear()
         for batch, (_, job, group) in list(self._copies.publishes.items()):
             if not job.ended:
                 continue
@@ -335,11 +354,16 @@ class WorkerHalf:
                 log.warning("kvhold: a publish failed, its blocks are not kept: %s", job.error)
                 report.ended[batch] = {self._rank: -1}
                 self.stats.add("publish_failures")
-        return report if report.ended else None
+        return report if report.ended or report.loaded else None
 
     def take_stats(self) -> KvHoldStats | None:
         """Counts since the last call."""
         return self.stats.take()
+
+
+def worker_here(instance: str) -> WorkerHalf | None:
+    """The worker half of an engine of one rank, if that is in this process."""
+    return _here.get(instance)
 
 
 def _failed(reason: str) -> Job:
