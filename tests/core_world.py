@@ -198,12 +198,13 @@ class Engine:
         watch: bool = False,
         key_bytes: int = 8,
         chain: bool = False,
+        private: bool = False,
     ) -> list[Effect]:
         self.shards[space] = shards or (size // self.world,) * self.world
         self.names[space] = namespace, group
         shards = self.shards[space]
-        opening = ev.Open(self.scheduler, space, namespace, group, key_bytes, shards, slots, watch, chain=chain)
-        return self.world_.settle(opening)
+        about = namespace, group, key_bytes, shards, slots, watch
+        return self.world_.settle(ev.Open(self.scheduler, space, *about, chain=chain, private=private))
 
     def take(self, count: int, space: int = 0) -> list[Slot]:
         taken, self.slots[space][:count] = self.slots[space][:count], []

@@ -34,6 +34,7 @@ class Geometry:
     shards: tuple[int, ...]
     label: str = ""
     chain: bool = False
+    private: bool = False
 
 
 def padded(shard: int) -> int:
@@ -226,9 +227,9 @@ class Control:
         self._key_bytes[space] = geometry.key_bytes
         watch = self.watcher is not None
         about = geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards
-        self._send(wire.Open(space, *about, slots, watch, geometry.label, geometry.chain))
+        self._send(wire.Open(space, *about, slots, watch, geometry.label, geometry.chain, geometry.private))
 
-    def close(self, space: int, left: bool = False) -> None:
+    def close(self, space: int) -> None:
         """Stop speaking of ``space``. Slots that were taken may still be committed or returned."""
         slots = self.credit.pop(space, None)
         self._key_bytes.pop(space, None)

@@ -46,7 +46,8 @@ class Index:
 
     ``watchers`` are the (session, space) that are told what leaves it, in the order in which they came. Of the keys
     ``asked`` for, ``found`` were here, ``read`` of them in a log alone. ``used_at`` is when any was stored or used.
-    In a ``chain`` an object is of use only beside all that come before it.
+    In a ``chain`` an object is of use only beside all that come before it. A ``private`` one is of no use to anybody
+    once its only engine has left it.
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class Index:
         "maps",
         "namespace",
         "objects",
+        "private",
         "read",
         "recency",
         "shards",
@@ -79,6 +81,7 @@ class Index:
         self.shards = shards
         self.size = size
         self.chain = False
+        self.private = False
         self.users = 0
         self.objects = 0
         self.slots = 0

@@ -59,6 +59,7 @@ class Credits:
         self._catalogue.use(index)
         index.namespace.label = event.label
         index.chain = index.chain or event.chain
+        index.private = event.private
         note = ""
         if size > self._common.capacity:
             note = f"one object has {size} bytes, more than the whole arena of {self._common.capacity}"
@@ -117,7 +118,10 @@ class Credits:
             space.watcher = None
 
     def _leave(self, space: Space) -> None:
-        self._catalogue.leave(space.index)
+        index = space.index
+        self._catalogue.leave(index)
+        if index.private and index.objects and not index.users:
+            self._common.turns.add(self._forget(index), MANAGER, question=False)
 
     def lost(self, attachment: Attachment) -> list[Effect]:
         """The attachment decides nothing any more; what was granted to it may still be written."""

@@ -105,6 +105,7 @@ class Open:
     Who will ``watch`` is told, until it closes the space, of what can be found there and what cannot any more.
     ``label`` is what people call the namespace.
     In a ``chain`` an object is of use only beside all that come before it; elsewhere, as with windows, each may be.
+    A ``private`` namespace is opened by this engine alone, ever: what it holds is forgotten once nobody has it open.
     """
 
     session: int
@@ -117,6 +118,7 @@ class Open:
     watch: bool = False
     label: str = ""
     chain: bool = False
+    private: bool = False
 
 
 @dataclass(slots=True, frozen=True)

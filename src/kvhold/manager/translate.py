@@ -95,7 +95,7 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
         case wire.Return(rows, epochs):
             _check_batch(rows, epochs)
             return ev.Return(session, rows, epochs)
-        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch, label, chain):
+        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch, label, chain, private):
             if (
                 len(namespace) != 32
                 or not 0 <= group < MAX_NUMBER
@@ -105,7 +105,7 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
             ):
                 raise wire.ProtocolError("space without a proper namespace, group, key length or shards")
             about = namespace, group, key_bytes, shards
-            return ev.Open(session, space, *about, slots, watch, _printable(label), chain)
+            return ev.Open(session, space, *about, slots, watch, _printable(label), chain, private)
         case wire.Close(space):
             return ev.Close(session, space)
         case wire.List(namespace, group, cursor):

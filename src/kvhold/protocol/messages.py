@@ -58,6 +58,7 @@ class Open(_Message):
     watch: bool = False
     label: str = ""
     chain: bool = False
+    private: bool = False
 
 
 class Close(_Message):

@@ -208,6 +208,38 @@ class TestKnownSpaces:
         world.run()
         assert len(world.resident(chain(3), namespace=f"{1:032}".encode())) == 2
 
+    @pytest.mark.parametrize("how", ["closed", "dead", "closed while something is leased"])
+    def test_what_is_private_is_forgotten_when_its_engine_leaves_it(self, how: str):
+        world = World(pages=64)
+        shared = world.engine("shared")
+        shared.store(chain(3))
+        engine = world.engine("private", space=False)
+        engine.open(namespace=b"r" * 32, slots=4, private=True)
+        engine.store(chain(3))
+        if how.endswith("leased"):
+            engine.query(chain(3), op=7)
+        if how == "dead":
+            engine.leave()
+        else:
+            world.settle(ev.Close(engine.scheduler, 0))
+            engine.back(engine.take(len(engine.slots[0])))
+        if how.endswith("leased"):
+            assert world.core.accounts()["doomed"] == 3 * SLOT, "leased bytes stay until they are released"
+            engine.release(7)
+        assert world.core.accounts()["doomed"] == 0
+        assert len(world.core.catalogue.namespaces) == 1
+        assert world.core.objects == 3
+        assert shared.query(chain(3)).resident == 3
+
+    def test_what_is_private_stays_while_its_engine_is_attached_a_second_time(self):
+        world = World(pages=64)
+        former, engine = world.engine("former", space=False), world.engine("again", space=False)
+        for each in (former, engine):
+            each.open(namespace=b"r" * 32, slots=4, private=True)
+        former.store(chain(3))
+        former.leave()
+        assert engine.query(chain(3)).resident == 3
+
     def test_groups_of_one_namespace_are_bounded(self):
         world = World(limits=Limits(spaces=2))
         for group in range(2):

@@ -124,6 +124,10 @@ class Adapters:
         salt = self._salt if known.private else b""
         return hashlib.sha256(b"\0".join((known.digest, what, self.options)) + salt).digest()
 
+    def private(self, adapter: "LoRARequest") -> bool:
+        """Whether its digest is of this engine alone."""
+        return self._of(adapter).private
+
     def path(self, adapter: "LoRARequest") -> str:
         """Where the adapter is."""
         return self._of(adapter).path

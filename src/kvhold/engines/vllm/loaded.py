@@ -9,7 +9,9 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -33,6 +35,8 @@ class Loaded:
 
     def __init__(self) -> None:
         self._worker: WorkerBase | None = None
+        self._started = False
+        self._packed: WeakKeyDictionary[FunctionType, bytes] = WeakKeyDictionary()  # what stands for their weights
         frame = sys._getframe(1)
         while frame is not None and self._worker is None:
             found = frame.f_locals.get("self")
@@ -44,12 +48,35 @@ class Loaded:
         try:
             models = self._models()
             digest = hashlib.sha256()
+            for model in models:
+                for name, module in model.named_modules():
+                    for found in self._taken_elsewhere(module):
+                        digest.update(f"{name}\0".encode() + found)
             for name, found in _digests(models):
                 digest.update(f"{name}\0".encode() + found)
+            self._started = True
             return digest.digest() if models else b""
+        except LookupError as error:
+            log.info(
+                "kvhold: after a reset this engine starts cold, because its weights cannot be looked at: %s", error
+            )
+            return b""
         except Exception:
             log.exception("kvhold: the loaded weights cannot be looked at")
             return b""
+
+    def _taken_elsewhere(self, module: "nn.Module") -> list[bytes]:
+        """What stands for weights that were taken out of a module, and left an empty parameter behind.
+
+        vLLM's CPU backend packs a layer's weights into a function, which nobody can look into and nothing changes. One
+        that was there at the start has what the model's files say, another one may have any. Raises LookupError where
+        there is no such function.
+        """
+        empty = [name for name, values in module.named_parameters(recurse=False) if not values.numel()]
+        functions = [value for value in vars(module).values() if isinstance(value, FunctionType)] if empty else []
+        if empty and not functions:
+            raise LookupError(f"{type(module).__name__} keeps no {' and no '.join(empty)}")
+        return [self._packed.setdefault(function, os.urandom(16) if self._started else b"") for function in functions]
 
     def _models(self) -> "list[nn.Module]":
         if self._worker is None:

@@ -1,7 +1,6 @@
 """The scheduler half: keys, questions, plans. It never touches KV bytes and never waits beyond the step's budget."""
 
 import hashlib
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -466,7 +465,7 @@ class SchedulerHalf:
         self._look_wanted = True
         if self._looked_at and self._step - self._looked_at > _LOOK_STEPS:
             log.warning("kvhold: the workers do not say what weights they have; this engine starts cold")
-            self._spaces.settle(os.urandom(16))
+            self._spaces.settle(None)
         return self._spaces.weights is None
 
     def _take_look(self, loaded: Mapping[int, bytes]) -> None:
@@ -480,7 +479,7 @@ class SchedulerHalf:
             log.warning(
                 "kvhold: what weights are loaded cannot be told; this engine starts cold and shares with no other"
             )
-            self._spaces.settle(os.urandom(16))
+            self._spaces.settle(None)
         elif seen == ranks.loaded:
             self._spaces.settle(b"")
         else:

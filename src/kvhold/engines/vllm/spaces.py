@@ -48,6 +48,7 @@ class Spaces:
         self.salt = b""
         self.weights: bytes | None = b""
         self._former = b""  # what the weights were before they were in doubt
+        self._unknown = False  # what they are now, so that their name is random
         self._control = control
         self._config = config
         self._groups = groups
@@ -110,7 +111,8 @@ class Spaces:
         if spaces is None:
             while len(self._adapted) >= _MOST_ADAPTERS:
                 self._close(self._adapted.pop(next(iter(self._adapted))))
-            spaces = self._open(self.ranks, digest, adapter.lora_name)
+            private = self._adapters.private(adapter)
+            spaces = self._open(self.ranks, digest, adapter.lora_name, private)
             if self._events is not None:
                 self._events.opened(spaces)
         self._adapted[key] = spaces
@@ -132,13 +134,14 @@ class Spaces:
             self._former = self.weights
         self.weights = None
 
-    def settle(self, weights: bytes) -> None:
-        """These weights are loaded: speak of what was computed with them."""
-        self.weights = weights
+    def settle(self, weights: bytes | None) -> None:
+        """These weights are loaded, None where that cannot be told: speak of what was computed with them."""
+        self._unknown = weights is None
+        weights = self.weights = os.urandom(16) if weights is None else weights
         mine = bool(self._plain) and 0 < self._attachment == self._control.attachment
         if weights != self._former:
             for spaces in (self._plain, *self._adapted.values()) if mine else ():
-                self._close(spaces, left=True)
+                self._close(spaces)
             self._adapted.clear()
             self._attachment = 0
         elif mine and self._events is not None:
@@ -147,11 +150,18 @@ class Spaces:
                 self._events.opened(spaces)
         self.plain  # noqa: B018 - opened now, so that slots are there when something is to be published
 
-    def _close(self, spaces: Sequence[int], left: bool = False) -> None:
+    def _close(self, spaces: Sequence[int]) -> None:
         for space in spaces:
-            self._control.close(space, left)
+            self._control.close(space)
         if self._events is not None:
             self._events.closed(spaces)
+
+    @property
+    def _private(self) -> bool:
+        """Whether something random is in the names, so that no other engine comes to speak of them."""
+        return (
+            bool(self.salt) or self._unknown or hashes_are_private(self._config.cache_config.prefix_caching_hash_algo)
+        )
 
     def namespace(self, ranks: Ranks, adapter: bytes = b"") -> bytes:
         """What sets what is stored now apart from all that is incompatible with it."""
@@ -168,10 +178,11 @@ class Spaces:
         salt = variant(self._epoch, self.salt + (self.weights or b""), adapter)
         return namespace(ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
 
-    def _open(self, ranks: Ranks, adapter: bytes = b"", label: str = "") -> tuple[int, ...]:
+    def _open(self, ranks: Ranks, adapter: bytes = b"", label: str = "", private: bool = False) -> tuple[int, ...]:
         from vllm.v1.core.kv_cache_utils import NONE_HASH
 
         name = self.namespace(ranks, adapter)
+        private = private or self._private
         tokens = self._config.scheduler_config.max_num_batched_tokens
         spaces = tuple(range(self._next, self._next + len(self._groups)))
         self._next += len(self._groups)
@@ -179,6 +190,6 @@ class Spaces:
             wanted = 2 * max(1, tokens // group.block_tokens) if self._credits else 0
             sizes = tuple(shards.writes.values())
             label = label or served_name(self._config)
-            geometry = Geometry(name, group.index, len(NONE_HASH), sizes, label, group.whole)
+            geometry = Geometry(name, group.index, len(NONE_HASH), sizes, label, group.whole, private)
             self._control.open(space, geometry, wanted)
         return spaces
