@@ -1,6 +1,7 @@
 """What a client held is freed when it says so or is proved dead, and never before."""
 
 import fcntl
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -222,7 +223,16 @@ def test_nobody_can_take_arena_pages_away(full: Manager) -> None:
 
 
 def test_a_scheduler_is_handed_no_arena(full: Manager) -> None:
+    """But a page in which it sees that the manager runs, and in which it cannot write."""
     peer = Peer(full.socket)
     peer.raw(wire.PREAMBLE + wire.frame(wire.Hello("scheduler", "one")))
     peer.expect(wire.Welcome)
-    assert peer.descriptors == []
+    [descriptor] = peer.descriptors
+    assert os.fstat(descriptor).st_size == mmap.PAGESIZE
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, mmap.PAGESIZE)
+    with pytest.raises(PermissionError):
+        os.write(descriptor, b"x")
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
