@@ -39,7 +39,8 @@ _FIRST_ATTACH_SECONDS = 30.0
 """How long the engine's start waits for the first session: a manager is started, and the arena pinned, within it."""
 _LAST_COPY_SECONDS = 30.0
 """How long an end waits for copies that were begun; they need nobody but this process."""
-
+_RESET_SECONDS = 0.25
+"""How long a reset waits for the copies of blocks that keep the engine from it."""
 
 _here: "WeakValueDictionary[str, WorkerHalf]" = WeakValueDictionary()
 """This process's worker halves by the engine's id; of several ranks in one process the last."""
@@ -229,8 +230,11 @@ class WorkerHalf:
 
     def _drain(self) -> bool:
         """Let the copies that were begun end, within a time; whether all have."""
-        end = time.monotonic() + _LAST_COPY_SECONDS
         jobs = [job for _, job, _ in (*self._copies.loads.values(), *self._copies.publishes.values())]
+        return self._wait_for(jobs, _LAST_COPY_SECONDS)
+
+    def _wait_for(self, jobs: list[Job], seconds: float) -> bool:
+        end = time.monotonic() + seconds
         while self._copier is not None and time.monotonic() < end and not all(job.wait(0.001) for job in jobs):
             self._copier.advance()
         return all(job.ended for job in jobs)
@@ -327,9 +331,12 @@ class WorkerHalf:
         return results
 
     def end_copies(self, plan: StepPlan) -> CopyReport | None:
-        """Copy what is to be published, and wait for all copies within a time; the report that is due then."""
+        """Copy what is to be published, and wait a moment for that; the report that is due then.
+
+        On the scheduler's thread, where a copy that takes longer means that the engine refuses its reset.
+        """
         self.start_publishes(plan)
-        self._drain()
+        self._wait_for([job for _, job, _ in self._copies.publishes.values()], _RESET_SECONDS)
         return self.take_report()
 
     def take_failed_blocks(self) -> set[int]:
