@@ -48,6 +48,7 @@ from kvhold.engines.vllm.identity import (
     weights_identity,
 )
 from kvhold.engines.vllm.layout import read_layout
+from kvhold.engines.vllm.topology import Topology
 
 PROMPTS = [prompt(400, seed) for seed in range(2)]
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -470,12 +471,13 @@ def test_how_kv_is_quantised_is_part_of_the_identity(
         layouts = [read_layout(caches, group.layer_names, half._cache.num_blocks)]
 
         def described() -> tuple[bytes, bytes]:
-            common, stage = describe(half._config, half._cache, half._groups, layouts, 1)
+            parts = Topology.of(half._config.parallel_config).parts(1, alike=True)
+            common, stage = describe(half._config, half._cache, half._groups, layouts, parts, None)
             return digest(common), digest(stage)
 
         of_engine, of_stage = described()
-        assert half.report is not None
-        assert (of_engine, of_stage) == (half.report.digest, half.report.stage_digest)
+        assert half._report is not None
+        assert (of_engine, of_stage) == (half._report.digest, half._report.stage_digest)
         cache_config = half._config.cache_config
         for dtype in ("fp8", "fp8_e5m2"):
             monkeypatch.setattr(cache_config, "cache_dtype", dtype)
