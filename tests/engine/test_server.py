@@ -103,5 +103,7 @@ def test_what_waits_is_written_when_the_server_is_told_to_end(llama_dir: Path, o
         assert process.wait(60) == 0
     until(lambda: not path.exists(), "its manager ends")
     with running(llama_dir, connector=connector) as llm:
+        [path] = own.glob("e-*.sock")
+        until(lambda: all(log["ready"] for log in status(path)["logs"]), "the new manager knows what is on its SSD")
         warm_up(llm)
         assert generate(llm, [PROMPT])[0].cached == WHOLE
