@@ -7,10 +7,11 @@ from typing import Any
 
 import bed
 import pytest
-from bed import LLM, generate, prompt, reference, running, settle
+from bed import LLM, abort, add, generate, prompt, reference, running, settle, step
+from families import FAMILIES, weights
 from kvhold_bed import check_nothing_held, scheduler_side, serving, status, warm_up
 from manager_process import Manager
-from test_identity import PROMPTS, cached, change_weights, changed_truth, objects, stored
+from test_identity import PROMPTS, cached, change_weights, changed_truth, objects, run_until, stored
 
 from kvhold.engines.vllm.loaded import Loaded
 
@@ -41,6 +42,7 @@ def reset_all(llm: LLM) -> None:
     assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
 
+PARTIAL = next(family for family in FAMILIES if family.name == "granite_partial")
 WAYS = (sleep, pause, keep, reset, reset_all)
 
 
@@ -215,3 +217,48 @@ def test_the_digest_of_a_model_is_of_all_its_tensors(llama_dir: Path) -> None:
             assert loaded.digest() != before, name
             last.copy_(kept)
         assert loaded.digest() == before
+
+
+def test_a_pause_clears_the_cache_although_a_tail_waits_for_a_step(tmp_path: Path, manager: Manager) -> None:
+    """vLLM raises in its own step where a block is held; a state that a request left behind is one."""
+    tokens = prompt(96, 5)
+    with weights():
+        folder = PARTIAL.write(tmp_path)
+        expected = reference(folder, [tokens], **PARTIAL.options)
+        with serving(folder, manager, **PARTIAL.options) as llm:
+            free = bed.free_blocks(llm)
+            add(llm, "r", tokens)
+            step(llm)
+            abort(llm, "r")
+            assert scheduler_side(llm).holding
+            pause(llm)
+            assert not core(llm).scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+            warm_up(llm)
+            outputs = generate(llm, [tokens])
+            assert (outputs, cached(outputs)) == (expected, [64])
+            settle(llm)
+            check_nothing_held(llm, free, manager.socket)
+
+
+def test_after_a_reset_that_was_refused_a_plain_one_is_enough(tmp_path: Path, manager: Manager) -> None:
+    """What counts is that the engine's own cache is empty, by whichever reset; for hits inside of blocks as well."""
+    texts = [prompt(300, seed) for seed in (7, 8)]
+    with weights():
+        folder = PARTIAL.write(tmp_path)
+        expected = reference(folder, texts, **PARTIAL.options)
+        with serving(folder, manager, **PARTIAL.options) as llm:
+            add(llm, "a", texts[0])
+            step(llm)
+            assert not llm.reset_prefix_cache(reset_connector=True), "a request runs"
+            run_until(llm, lambda: not llm.llm_engine.has_unfinished_requests())
+            settle(llm)
+            assert llm.reset_prefix_cache()
+            warm_up(llm)
+            before = objects(manager)
+            assert generate(llm, texts) == expected
+            settle(llm)
+            assert objects(manager) > before, "what is new is stored again"
+            assert llm.reset_prefix_cache()
+            outputs = generate(llm, texts)
+            assert outputs == expected
+            assert min(cached(outputs)) > 0
