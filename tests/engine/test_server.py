@@ -1,4 +1,4 @@
-"""vLLM's own server, which kills its engine and all that this has started as soon as it is told to end."""
+"""vLLM's own server: resets over HTTP, and its end, at which it kills its engine and all that this has started."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def server(model: Path, connector: dict[str, Any], log: Path) -> Iterator[tuple[
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--skip-tokenizer-init", "--enforce-eager"]
     command += [word for name, value in options.items() for word in (f"--{name}", value)]
-    multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    served = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("wb") as out:
-        environment = os.environ | multiprocessing
+        environment = os.environ | served
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -81,11 +82,20 @@ def server(model: Path, connector: dict[str, Any], log: Path) -> Iterator[tuple[
         process.wait()
 
 
-def complete(url: str, model: Path, tokens: list[int]) -> None:
-    body = {"model": str(model), "prompt": tokens, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+def post(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is answered; raises HTTPError where that is an error."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    urllib.request.urlopen(request, timeout=60).read()
+    request = urllib.request.Request(url, json.dumps(body or {}).encode(), headers, method="POST")
+    answer: dict[str, Any] = json.loads(urllib.request.urlopen(request, timeout=60).read() or b"{}")
+    return answer
+
+
+def complete(url: str, model: Path, tokens: list[int], most: int = 1) -> list[int]:
+    """The tokens that follow."""
+    body = {"model": str(model), "prompt": tokens, "max_tokens": most, "temperature": 0, "return_token_ids": True}
+    [choice] = post(f"{url}/v1/completions", body)["choices"]
+    found: list[int] = choice["token_ids"]
+    return found
 
 
 def test_what_waits_is_written_when_the_server_is_told_to_end(llama_dir: Path, own: Path, tmp_path: Path) -> None:
@@ -107,3 +117,31 @@ def test_what_waits_is_written_when_the_server_is_told_to_end(llama_dir: Path, o
         until(lambda: all(log["ready"] for log in status(path)["logs"]), "the new manager knows what is on its SSD")
         warm_up(llm)
         assert generate(llm, [PROMPT])[0].cached == WHOLE
+
+
+RESETS = (
+    ("pause?mode=keep", "resume"),
+    ("reset_prefix_cache?reset_running_requests=true&reset_external=true",),
+    ("pause?mode=wait", "resume"),
+    ("reset_prefix_cache?reset_external=true",),  # refused while requests run
+)
+
+
+def test_resets_under_load_change_no_answer_and_no_name(llama_dir: Path, own: Path, tmp_path: Path) -> None:
+    """Over HTTP, with requests under way: weights that stay keep their namespace, whatever was reset how often."""
+    prompts = [prompt(400, seed) for seed in range(4)]
+    connector = {"dram": "64MiB", "answer_deadline_ms": 10_000}
+    with server(llama_dir, connector, tmp_path / "server.log") as (_, url), ThreadPoolExecutor(4) as clients:
+        [path] = own.glob("e-*.sock")
+        until(lambda: status(path)["instances"], "the engine is served")
+        expected = [complete(url, llama_dir, tokens, 8) for tokens in prompts]
+        for ways in RESETS * 3:
+            asked = [clients.submit(complete, url, llama_dir, tokens, 8) for tokens in prompts * 2]
+            for way in ways:
+                post(f"{url}/{way}")
+            assert [each.result(60) for each in asked] == expected * 2, ways
+        until(lambda: post(f"{url}/reset_prefix_cache?reset_external=true")["success"], "nothing runs any more")
+        found = status(path)["spaces"]
+        assert [complete(url, llama_dir, tokens, 8) for tokens in prompts] == expected
+        until(lambda: status(path)["spaces"][0]["keys_found"] >= found[0]["keys_found"] + 4 * 12, "all was restored")
+        assert len(status(path)["spaces"]) == 1
