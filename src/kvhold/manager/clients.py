@@ -196,13 +196,20 @@ class Clients:
         """Whether somebody may have a turn at once."""
         return bool(self._fresh or self._others)
 
+    @property
+    def held(self) -> bool:
+        """Whether somebody waits until the service is ready for what it said."""
+        return bool(self._held)
+
     def take(self, seconds: float) -> None:
         """Handle what clients have said, a message of each in its turn, for about so long."""
-        end = time.monotonic() + seconds
         self._others.extendleft(reversed(self._held))
         self._held.clear()
         if self._others:
-            self._turn(self._others.popleft())  # however much others have to say
+            self._turn(self._others.popleft())  # however many come fresh
+        if self._fresh:
+            self._turn(self._fresh.popleft())  # however long that took
+        end = time.monotonic() + seconds
         while self._fresh or self._others:
             if time.monotonic() >= end:
                 break

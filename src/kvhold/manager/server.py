@@ -92,6 +92,8 @@ class Server:
         self._wake_read, self.wake_descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._look_at = 0.0
         self._stopping = False
+        self._slices = 0  # of the core's work, ever
+        self._moved = False  # whether the last turn did anything
         self._no_more = threading.Event()
         self._starter = self._watch_starter()
 
@@ -163,7 +165,7 @@ class Server:
                     log.info("the last engine is gone; so is this manager")
                     break
                 ready = self._poller.poll(self._patience())
-                begun = time.monotonic()
+                begun, done = time.monotonic(), (self.clients.handled, self._slices)
                 for told, mask in ready:
                     told(mask)
                 self.pulse.beat()
@@ -173,6 +175,7 @@ class Server:
                 self._end_waiting()
                 self.clients.expire()
                 self._look()
+                self._moved = bool(ready) or done != (self.clients.handled, self._slices)
                 self.times.turns.observe(time.monotonic() - begun)
         finally:
             self._stopping = True
@@ -198,7 +201,8 @@ class Server:
                     pass
 
     def _patience(self) -> float:
-        if self.core.has_work or self.clients.waiting:
+        # Whoever is held has another turn after whatever may have made room for it, of which nothing else may tell.
+        if self.core.has_work or self.clients.waiting or (self._moved and self.clients.held):
             return 0
         waiting = [] if self.clients.deadline is None else [self.clients.deadline]
         if (deadline := self.core.next_deadline) is not None:
@@ -211,6 +215,7 @@ class Server:
         end = time.monotonic() + TURN_SECONDS
         while self.core.has_work:
             self._apply(self.core.step())
+            self._slices += 1
             if time.monotonic() >= end:
                 break
 
