@@ -38,7 +38,8 @@ COUNTERS = {
     "stalled": "Restores that took longer than a minute.",
     "over_max_objects": "Objects not kept because max_objects are known and all are held.",
     "unreachable": "Objects not kept because what comes before them in their chain is gone.",
-    "forgotten": "Objects given up because too many namespaces are known, and theirs was used longest ago.",
+    "forgotten": "Objects given up because nobody can find them any more (their namespace was one engine's "
+    "alone, which has left it), or because too many namespaces are known, and theirs was used longest ago.",
     "recovered": "Objects found in logs at the start.",
     "recovered_foreign": "Of what logs held, objects whose geometry is not their namespace's.",
     "recovered_over": "Of what logs held, objects beyond max_objects or of too many namespaces.",
