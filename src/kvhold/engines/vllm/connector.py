@@ -6,7 +6,6 @@ the log, never an exception in the engine. Only the constructor and ``register_k
 """
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
+from kvhold.engines.vllm.callers import callers
 from kvhold.engines.vllm.config import load_settings
 from kvhold.engines.vllm.plans import CopyReport, StepPlan
 from kvhold.engines.vllm.scheduler import SchedulerHalf
@@ -87,14 +87,7 @@ def _compute_what_fails(config: "KVTransferConfig") -> None:
     vLLM looks at the policy once it has made the connector. Inside of ``MultiConnector``, which makes a configuration
     of its own for each child and gives it no other, that of ``MultiConnector`` counts: it is who calls.
     """
-    configs = [config]
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, MultiConnector):
-            configs.append(caller._kv_transfer_config)
-        frame = frame.f_back
-    for each in configs:
+    for each in (config, *(caller._kv_transfer_config for caller in callers(MultiConnector))):
         if each.kv_load_failure_policy != "recompute":
             each.kv_load_failure_policy = "recompute"
             log.info(

@@ -6,7 +6,6 @@ update, after one, and without any. So what is loaded is looked at.
 
 import hashlib
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType
@@ -17,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
+
+from kvhold.engines.vllm.callers import callers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,14 +35,9 @@ class Loaded:
     """
 
     def __init__(self) -> None:
-        self._worker: WorkerBase | None = None
+        self._worker = next(callers(WorkerBase), None)
         self._started = False
         self._packed: WeakKeyDictionary[FunctionType, bytes] = WeakKeyDictionary()  # what stands for their weights
-        frame = sys._getframe(1)
-        while frame is not None and self._worker is None:
-            found = frame.f_locals.get("self")
-            self._worker = found if isinstance(found, WorkerBase) else None
-            frame = frame.f_back  # type: ignore[assignment]
 
     def digest(self) -> bytes:
         """A SHA-256 over all parameters and buffers as they are now; empty if they cannot be looked at."""
