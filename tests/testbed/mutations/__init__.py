@@ -1,0 +1,1 @@
+"""Faults that are put into the core, and whether tests notice."""
