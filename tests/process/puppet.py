@@ -41,7 +41,7 @@ class Puppet:
         return self._process.pid
 
     def make(self, kind: str, *arguments: Any) -> "Handle":
-        """A Peer or an Embedded in the process, or a fork of it."""
+        """A Peer, an Asker or an Embedded in the process, or a fork of it."""
         name = str(next(self._names))
         self.tell(name, kind, arguments)
         return Handle(self, name, self.hear())
@@ -101,6 +101,7 @@ class Handle:
 
 
 def main() -> None:
+    from asker import Asker
     from peers import Peer
 
     from kvhold.client.embedded import Embedded
@@ -112,6 +113,8 @@ def main() -> None:
             result = None
             if method == "peer":
                 made[name] = Peer(*arguments)
+            elif method == "asker":
+                made[name] = Asker(*arguments)
             elif method == "embedded":
                 made[name] = Embedded([Path(arguments[0])], arguments[1], False, None)
             elif method == "fork":
