@@ -130,14 +130,14 @@ def main() -> None:
 
 def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
     """CPU milliseconds of asking again for requests that are answered and wait to be admitted, per step."""
-    from kvhold.engines.vllm.lookups import Lookups
-    from kvhold.engines.vllm.questions import ChainQuestion
-    from kvhold.engines.vllm.stats import KvHoldStats
+    from kvhold.engines.common.accounts import Accounts
+    from kvhold.engines.common.lookups import Lookups
+    from kvhold.engines.common.questions import ChainQuestion
 
     def ask(former: Ticket | None) -> ChainQuestion:
         return ChainQuestion(engine.control, 1, 16, 0, 16 * len(keys), keys, former)
 
-    lookups = Lookups(engine.control, KvHoldStats(), patience=lambda tokens: 10.0)
+    lookups = Lookups(engine.control, Accounts(), patience=lambda tokens: 10.0)
     names = [f"request {number}" for number in range(PENDING)]
     times = []
     for step in range(220):

@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
-from kvhold.engines.vllm.config import Settings
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.settings import Settings
 from kvhold.engines.vllm.scheduler import SchedulerHalf
-from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.worker import WorkerHalf
 
 DEADLINE = 60.0
@@ -115,13 +115,13 @@ def attached(llm: LLM) -> bool:
 def counting() -> Iterator[Counter[str]]:
     """All that both halves count while this is open."""
     total: Counter[str] = Counter()
-    add = KvHoldStats.add
+    add = Accounts.add
 
-    def also(self: KvHoldStats, name: str, value: float = 1, **labels: int) -> None:
+    def also(self: Accounts, name: str, value: float = 1, **labels: int) -> None:
         add(self, name, value, **labels)
         total[name] += value  # type: ignore[assignment]
 
-    with patch.object(KvHoldStats, "add", also):
+    with patch.object(Accounts, "add", also):
         yield total
 
 

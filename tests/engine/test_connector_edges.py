@@ -32,16 +32,18 @@ from vllm.v1.request import Request
 from kvhold import protocol as wire
 from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.groups import Group
+from kvhold.engines.common.lookups import Lookups
+from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
+from kvhold.engines.common.questions import Part
+from kvhold.engines.common.ranks import WorkerReport
 from kvhold.engines.vllm import spaces, tails
 from kvhold.engines.vllm.connector import KvHoldConnector
 from kvhold.engines.vllm.events import CacheEvents, Published
-from kvhold.engines.vllm.groups import Group, kept_groups
+from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.hits import HitSearch
-from kvhold.engines.vllm.lookups import Lookups
-from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan
 from kvhold.engines.vllm.publishing import Publishing
-from kvhold.engines.vllm.questions import Part
-from kvhold.engines.vllm.ranks import WorkerReport
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldStats
@@ -93,8 +95,8 @@ class Asking:
             release=lambda tickets: self.released.extend(ticket.op for ticket in tickets),
         )
         self.hit, self.fails = hit, fails
-        self.stats = KvHoldStats()
-        self.lookups = Lookups(self.control, self.stats, patience=lambda tokens: 1.0)
+        self.accounts = Accounts()
+        self.lookups = Lookups(self.control, self.accounts, patience=lambda tokens: 1.0)
 
     def ask(self, former: Ticket | None) -> Any:
         self.asked += 1
@@ -138,7 +140,7 @@ def test_a_search_that_fails_is_a_miss_and_leaves_nothing_to_others() -> None:
     assert asking.find("a") == 0
     assert asking.released == [1]
     assert asking.lookups.take("a", 64) is None
-    assert asking.stats.data["tokens_missed_error"] == 96
+    assert asking.accounts.data["tokens_missed_error"] == 96
     asking.fails = False
     assert asking.find("b") == 64
 
@@ -298,7 +300,7 @@ class Storing:
         )
         spaces = tuple(range(len(groups)))
         self.publishing = Publishing(
-            self.control, KvHoldStats(), decode, lambda _: spaces, lambda _: stored, lambda *_: True, None
+            self.control, Accounts(), decode, lambda _: spaces, lambda _: stored, lambda *_: True, None
         )
         self.blocks = [Block(number) for number in range(1000)]
         for block in self.blocks:
@@ -662,7 +664,7 @@ def test_a_copy_that_does_not_end_is_reported_once_and_keeps_its_blocks(monkeypa
     monkeypatch.setattr(publishing, "STALL_SECONDS", -1)
     for _ in range(3):
         storing.step(request, 0, [1, 2])
-    assert storing.publishing._stats.data["publishes_stalled"] == 1
+    assert storing.publishing._accounts.data["publishes_stalled"] == 1
     assert (storing.freed, storing.publishing.holding) == ([], True)
     storing.end(plan.batch, 0, 1)
     assert storing.freed == [2, 1]
@@ -934,7 +936,7 @@ def worker(groups: int = 1, rank: int = 0, sizes: tuple[int, ...] = (4096,), own
     half._groups = (FULL,) * groups
     owner = rank if owner is None else owner
     half._report = WorkerReport(rank, 4, 0, owner, b"", b"", sizes, private=False, summary="")
-    half._copies, half._failed_blocks, half.stats = Copies(), set(), KvHoldStats()
+    half._copies, half._failed_blocks, half.accounts = Copies(), set(), Accounts()
     half._looked = {}
     half._copier, half._taken = Copying(), False  # type: ignore[assignment]
     half._lock = threading.Lock()
@@ -1050,12 +1052,13 @@ def test_reports_of_ranks_become_one() -> None:
 
 
 def test_counts_of_ranks_and_steps_add_up() -> None:
-    first, second = KvHoldStats(), KvHoldStats()
+    first, second = Accounts(), Accounts()
     first.add("loads")
     first.add("load_bytes", 100, rank=0)
     second.add("loads", 2)
     second.add("load_bytes", 50, rank=1)
-    taken = first.take()
+    taken, other = KvHoldStats.taken(first), KvHoldStats.taken(second)
     assert taken is not None
-    assert first.is_empty()
-    assert taken.aggregate(second).reduce() == {"loads": 3, "load_bytes/0": 100, "load_bytes/1": 50}
+    assert other is not None
+    assert KvHoldStats.taken(first) is None
+    assert taken.aggregate(other).reduce() == {"loads": 3, "load_bytes/0": 100, "load_bytes/1": 50}

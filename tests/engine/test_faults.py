@@ -240,9 +240,9 @@ def _fail(*_: object) -> None:
 @pytest.mark.parametrize(
     ("half", "method"),
     [
-        ("kvhold.engines.vllm.lookups.Lookups", "find"),
-        ("kvhold.engines.vllm.lookups.Lookups", "take"),
-        ("kvhold.engines.vllm.lookups.Lookups", "settle"),
+        ("kvhold.engines.common.lookups.Lookups", "find"),
+        ("kvhold.engines.common.lookups.Lookups", "take"),
+        ("kvhold.engines.common.lookups.Lookups", "settle"),
         ("kvhold.engines.vllm.publishing.Publishing", "plan"),
         ("kvhold.engines.vllm.publishing.Publishing", "admit"),
         ("kvhold.engines.vllm.worker.WorkerHalf", "_arena"),

@@ -8,7 +8,7 @@ from bed import generate, prompt, reference
 from kvhold_bed import attached, check_identity, counting, in_step_with_others, scheduler_side, serving, until
 from manager_process import Manager
 
-from kvhold.engines.vllm import lookups, patience
+from kvhold.engines.common import lookups, patience
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]

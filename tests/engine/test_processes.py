@@ -15,7 +15,8 @@ from kvhold_bed import attached, connect, scheduler_side, serving, status, until
 from manager_process import Manager
 from vllm.config import KVTransferConfig
 
-from kvhold.engines.vllm import attach
+from kvhold.engines.common import attaching
+from kvhold.engines.vllm.names import engine_of
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
 
@@ -148,7 +149,7 @@ def test_the_hosts_manager_is_preferred_to_an_own_one(
     llama_dir: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(attach.log, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(attaching.log, "warning", lambda text, *args: said.append(text % args))
     runtime.mkdir(mode=0o700)
     process = Manager(runtime)  # listens on the default path
     try:
@@ -171,9 +172,9 @@ def test_the_hosts_manager_is_preferred_to_an_own_one(
 
 
 def test_data_parallel_ranks_share_one_socket() -> None:
-    first, *others = [attach.own_sockets(instance) for instance in ("abc_dp0", "abc_dp1", "abc")]
+    first, *others = [attaching.own_sockets(engine_of(instance)) for instance in ("abc_dp0", "abc_dp1", "abc")]
     assert others == [first, first]
-    assert not set(attach.own_sockets("abd")) & set(first)
+    assert not set(attaching.own_sockets("abd")) & set(first)
 
 
 def test_found_by_its_bare_name(llama_dir: Path, manager: Manager) -> None:

@@ -20,8 +20,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvhold.engines.vllm.plans import CopyReport
-from kvhold.engines.vllm.ranks import Ranks, Shards, WorkerReport, agree, replicas
+from kvhold.engines.common.plans import CopyReport
+from kvhold.engines.common.ranks import Ranks, Shards, WorkerReport, agree
+from kvhold.engines.vllm.topology import replicas
 from kvhold.protocol import MAX_REPORT
 
 

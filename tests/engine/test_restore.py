@@ -34,7 +34,7 @@ from kvhold_bed import (
 from manager_process import Manager
 from models import write_llama
 
-from kvhold.engines.vllm.stats import METRICS
+from kvhold.engines.common.accounts import METRICS
 
 BLOCK = 32
 PROMPTS = [prompt(400, seed) for seed in range(3)]

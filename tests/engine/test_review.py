@@ -13,9 +13,9 @@ from kvhold_bed import check_nothing_held, scheduler_side, serving, status, unti
 from manager_process import Manager
 from models import write_llama
 
-from kvhold.engines.vllm.plans import CopyReport
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.plans import CopyReport
 from kvhold.engines.vllm.publishing import Batch, Publishing
-from kvhold.engines.vllm.stats import KvHoldStats
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
 
@@ -27,7 +27,7 @@ def test_sources_are_held_until_the_last_rank_has_copied() -> None:
         attachment=1, credit={1: ()}, commit=lambda *_: told.append("commit"), give_back=lambda *_: told.append("back")
     )
     pool: Any = SimpleNamespace(blocks=list(range(100)), free_blocks=lambda blocks: freed.extend(blocks))
-    publishing = Publishing(control, KvHoldStats(), False, lambda _: None, lambda _: (), lambda *_: True, None)
+    publishing = Publishing(control, Accounts(), False, lambda _: None, lambda _: (), lambda *_: True, None)
     publishing.bind(pool, SimpleNamespace())  # type: ignore[arg-type]
     slots: Any = SimpleNamespace()
     publishing._batches = {n: Batch(1, 0, 1, b"", [b"k"], slots, [7], 0, 0.0) for n in (1, 2)}

@@ -86,7 +86,7 @@ def test_each_has_its_own_handshake_reports_stats_and_events(llama_dir: Path, ma
         }
         assert counted["kvhold:tokens_hit_total", "0"] == len(TOKENS) // 32 * 32
         assert counted["vllm:sibling_steps_total", "0"] > 0
-        assert scheduler_side(llm).stats.data == {}
+        assert scheduler_side(llm).accounts.data == {}
 
 
 @orders

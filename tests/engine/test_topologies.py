@@ -20,9 +20,10 @@ from vllm.v1.request import Request
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
-from kvhold.engines.vllm.attach import make_keeper
-from kvhold.engines.vllm.config import load_settings
-from kvhold.engines.vllm.ranks import WorkerReport
+from kvhold.engines.common.attaching import make_keeper
+from kvhold.engines.common.ranks import WorkerReport
+from kvhold.engines.common.settings import load_settings
+from kvhold.engines.vllm.names import engine_of, instance_of
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -63,7 +64,8 @@ class Rig:
     def half(self, topology: str, **settings: Any) -> SchedulerHalf:
         """One that may store and restore."""
         config = self.config(topology)
-        half = SchedulerHalf(config, self._base._cache, load_settings({"socket": str(self.manager.socket), **settings}))
+        given = load_settings({"socket": str(self.manager.socket), **settings}, "the test")
+        half = SchedulerHalf(config, self._base._cache, given)
         self.halves.append(half)
         world, stages = half._world, config.parallel_config.pipeline_parallel_size
         for rank in range(world):
@@ -169,10 +171,11 @@ def test_what_is_kept_and_for_whom(rig: Rig, topology: str) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_engines_own_manager_is_one_for_all_ranks(rig: Rig, topology: str) -> None:
     half = rig.half(topology)
-    settings = load_settings({"dram": "64MiB", "ssd": "/var/cache/kvhold:64MiB"})
+    settings = load_settings({"dram": "64MiB", "ssd": "/var/cache/kvhold:64MiB"}, "the test")
     first, second = rig.config(topology), rig.config(topology)
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id.replace("_dp1", "_dp0")
-    own = [make_keeper(half, config, settings, reads=False)._embedded for config in (first, second)]
+    names = [engine_of(instance_of(config)) for config in (first, second)]
+    own = [make_keeper(half, name, settings, reads=False)._embedded for name in names]
     assert [(each.dram, each._ssd, each._huge_pages) for each in own if each] == [(64 << 20, settings.ssd, False)] * 2
     assert own[0] is not None
     assert own[1] is not None

@@ -18,13 +18,16 @@ MAY_IMPORT = {
     "manager": {"manager", "core", "tiers", "protocol", "units", "host", "places"},
     "tiers": {"tiers", "core", "units"},
     "copy": {"copy", "client.arena"},
-    "engines": {"engines", "client", "protocol", "copy", "units", "host", "places"},
+    "engines.common": {"engines.common", "client", "protocol", "copy", "units", "host", "places"},
+    "engines.vllm": {"engines.vllm", "engines.common", "client", "protocol", "copy", "units", "host", "places"},
     "units": set(),
     "host": {"units", "cgroups"},
     "cgroups": set(),
     "places": set(),
 }
-"""By the first part of a module's name; the commands and kvhold itself may import anything."""
+"""By the folder that a module is in; the commands and kvhold itself may import anything."""
+
+HEAVY = ("torch", "vllm", "numpy", "transformers")
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -52,8 +55,13 @@ def imports(name: str, path: Path) -> Iterator[str]:
                 yield full.removeprefix("kvhold.")
 
 
+def folder(name: str) -> str:
+    """What a module's rule goes by: an engine's own folder, or the first part of its name."""
+    return ".".join(name.split(".")[: 2 if name.startswith("engines.") else 1])
+
+
 def allowed(name: str, imported: str) -> bool:
-    may = MAY_IMPORT[name.partition(".")[0]]
+    may = MAY_IMPORT[folder(name)]
     return any(imported == each or imported.startswith(each + ".") for each in may)
 
 
@@ -61,15 +69,29 @@ def test_imports_point_one_way() -> None:
     wrong = [
         f"{name} imports {imported}"
         for name, path in modules()
-        if name.partition(".")[0] in MAY_IMPORT
+        if folder(name) in MAY_IMPORT
         for imported in imports(name, path)
         if not allowed(name, imported)
     ]
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_engines_have_in_common_names_none_of_them() -> None:
+    """Neither inside of functions nor for types alone."""
+    named = {
+        f"{name} imports {module}"
+        for name, path in modules()
+        if folder(name) == "engines.common"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if module.partition(".")[0] in HEAVY
+    }
+    assert not named
+
+
 def test_every_folder_has_its_rule() -> None:
-    folders = {name.partition(".")[0] for name, _ in modules()} - {"", "cli", "__main__"}
+    folders = {folder(name) for name, _ in modules()} - {"", "cli", "engines", "__main__"}
     assert folders == set(MAY_IMPORT)
 
 
@@ -96,6 +118,8 @@ def test_the_rule_is_not_blind(tmp_path: Path) -> None:
     assert not allowed("core.m", "copy.host")
     assert not allowed("copy.m", "client.channel")
     assert allowed("copy.m", "client.arena.ArenaMapping")
+    assert not allowed("engines.common.m", "engines.vllm.names")
+    assert allowed("engines.vllm.m", "engines.common.ranks")
 
 
 @pytest.mark.parametrize(
@@ -105,10 +129,10 @@ def test_the_rule_is_not_blind(tmp_path: Path) -> None:
         "import kvhold.manager.process, kvhold.manager.http",
         "import kvhold.client.keeper",
         "import kvhold.core",
+        "import " + ", ".join(f"kvhold.{name}" for name, _ in modules() if folder(name) == "engines.common"),
     ],
 )
 def test_no_engine_is_needed(statement: str) -> None:
-    heavy = ("torch", "vllm", "numpy", "transformers")
-    check = f"{statement}; import sys; print([name for name in {heavy} if name in sys.modules])"
+    check = f"{statement}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

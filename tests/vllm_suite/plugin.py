@@ -66,11 +66,11 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.version import __version_tuple__
 
+from kvhold.engines.common.plans import CopyReport, StepPlan
 from kvhold.engines.vllm import connector as product
 from kvhold.engines.vllm import identity
 from kvhold.engines.vllm.connector import KvHoldConnector
 from kvhold.engines.vllm.groups import kept_groups
-from kvhold.engines.vllm.plans import CopyReport, StepPlan
 from kvhold.engines.vllm.support import Unsupported
 
 SUBJECT = "KvHoldSubject"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvhold.engines.vllm.weights import weights_digest
+from kvhold.engines.common.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig

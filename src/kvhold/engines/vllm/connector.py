@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -24,9 +25,9 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
+from kvhold.engines.common.plans import CopyReport, StepPlan
+from kvhold.engines.common.settings import load_settings
 from kvhold.engines.vllm.callers import callers
-from kvhold.engines.vllm.config import load_settings
-from kvhold.engines.vllm.plans import CopyReport, StepPlan
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldPromMetrics, KvHoldStats
 from kvhold.engines.vllm.support import check_engine, check_version
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = init_logger(__name__)
+
+# What the two halves tell each other travels through the engine as it is.
+KVConnectorMetadata.register(StepPlan)
+KVConnectorWorkerMetadata.register(CopyReport)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,7 +109,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         _log_like_the_engine()
         check_version(vllm_version)
         check_engine(vllm_config, kv_cache_config)
-        settings = load_settings(self._kv_transfer_config.kv_connector_extra_config)
+        settings = load_settings(self._kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config")
         self._pid = os.getpid()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvhold.client.control import Control, Ticket
-from kvhold.engines.vllm.groups import Group
-from kvhold.engines.vllm.questions import Part
+from kvhold.engines.common.groups import Group
+from kvhold.engines.common.questions import Part
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -1,7 +1,5 @@
 """The cache groups of a model: which are kept, how, and which kinds are refused by name."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
@@ -16,6 +14,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     iter_layer_specs,
 )
+
+from kvhold.engines.common.groups import Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,30 +36,6 @@ _SCRATCH = (CircularBufferSpec, SlidingWindowMLASpec)
 
 class Unsupported(ValueError):
     """This engine cannot run with kvhold; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A cache group that is kept. ``index`` is the engine's number of it, ``block_tokens`` what one block covers.
-
-    ``handed`` groups (Mamba in "align" mode) have no append-only block table: their states are stored only when the
-    engine hands one over, and are valid at exactly one boundary. In ``whole`` ones a hit needs all blocks before it.
-    ``window`` is the sliding window in tokens, 0 for none.
-    """
-
-    index: int
-    kind: str
-    block_tokens: int
-    handed: bool
-    whole: bool
-    window: int
-
-    def blocks_between(self, start: int, end: int) -> int:
-        """At most so many blocks hold what the group needs to compute tokens ``start`` to ``end`` of a request."""
-        if self.handed:
-            return 2
-        first = max(0, start - self.window) if self.window else 0
-        return -(-end // self.block_tokens) - first // self.block_tokens
 
 
 def kept_groups(config: "VllmConfig", cache: "KVCacheConfig") -> tuple[Group, ...]:
@@ -122,11 +98,3 @@ def _kind(spec: KVCacheSpec) -> str:
     if isinstance(spec, FullAttentionSpec) and getattr(spec, "non_causal", False):
         raise Unsupported("kvhold: non-causal attention cannot be cached by prefix; run this model without kvhold")
     return name
-
-
-def reachable(groups: Sequence[Group], tokens: int, unit: int, blocks: int) -> int:
-    """The largest multiple of ``unit`` up to ``tokens`` that a restore into at most ``blocks`` blocks can reach."""
-    tokens -= tokens % unit
-    while tokens > 0 and sum(group.blocks_between(tokens, tokens) for group in groups) > blocks:
-        tokens -= unit
-    return max(0, tokens)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, get_kv_cache_coordinator
 
-from kvhold.engines.vllm.groups import Group, Unsupported
+from kvhold.engines.common.groups import Group
+from kvhold.engines.common.questions import Hit
+from kvhold.engines.vllm.groups import Unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,20 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _HIT = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A prompt can be resumed after ``tokens``; if that is no more than what the engine has itself, it is no hit.
-
-    ``needed[g]`` are the numbers of the blocks of the g-th kept group that have to be restored for that. The last may
-    end inside of its block; its key is the hash of the hit's end. At ``junction``, if that is not 0, the prompt leaves
-    what others have in common with it: it could be resumed there if only windows and states had been kept.
-    """
-
-    tokens: int
-    needed: tuple[tuple[int, ...], ...]
-    junction: int
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
 from kvhold.copy.layout import PagedLayout
-from kvhold.engines.vllm.groups import Group
-from kvhold.engines.vllm.weights import processor_digest, weights_digest
+from kvhold.engines.common.groups import Group
+from kvhold.engines.common.weights import processor_digest, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

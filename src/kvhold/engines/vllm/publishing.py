@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvhold.client.control import Control, Slots
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.plans import CopyReport, Publish
 from kvhold.engines.vllm.events import CacheEvents, Published
-from kvhold.engines.vllm.plans import CopyReport, Publish
 from kvhold.engines.vllm.reach import Reach
-from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.tails import MOST_TAILS, Tail
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Publishing:
     def __init__(
         self,
         control: Control,
-        stats: KvHoldStats,
+        accounts: Accounts,
         decode: bool,
         spaces: Callable[["Request"], Sequence[int] | None],
         stored: Callable[[str], Sequence[Collection[int]] | None],
@@ -95,7 +95,7 @@ class Publishing:
         events: CacheEvents | None,
     ) -> None:
         self._control = control
-        self._stats = stats
+        self._accounts = accounts
         self._decode = decode
         self._spaces = spaces
         self._stored = stored
@@ -207,7 +207,7 @@ class Publishing:
         if oldest is None or oldest.stalled or time.monotonic() - oldest.since < STALL_SECONDS:
             return
         oldest.stalled = True
-        self._stats.add("publishes_stalled")
+        self._accounts.add("publishes_stalled")
         text = "kvhold: publishing %d blocks takes longer than %d s; ended so far are ranks %s"
         log.warning(text, len(oldest.blocks), STALL_SECONDS, sorted(oldest.ended))
 
@@ -330,9 +330,9 @@ class Publishing:
         room = pool.num_gpu_blocks // HOLD_SHARE - self._held
         count = min(wanted, len(credit) if credit is not None else 0)
         if not source.over:
-            self._stats.add("blocks_without_credit", wanted - count, group=at)
+            self._accounts.add("blocks_without_credit", wanted - count, group=at)
         if count > room:
-            self._stats.add("blocks_over_hold_budget", count - max(0, room))
+            self._accounts.add("blocks_over_hold_budget", count - max(0, room))
             count = max(0, room)
         if count == 0 or credit is None:
             return 0
@@ -352,7 +352,7 @@ class Publishing:
                 start = (depth + number) * tokens
                 before = keys[number - 1] if number else parent
                 self._events.expect(space, key, Published(source.request, before, start, end + number * tokens))
-        self._stats.add("blocks_published", count, group=at)
+        self._accounts.add("blocks_published", count, group=at)
         self._next_batch += 1
         return count
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.kv_cache_coordinator import replay_boundaries
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kvhold.engines.vllm.groups import Group
+from kvhold.engines.common.groups import Group
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -11,21 +11,24 @@ from vllm.logger import init_logger
 
 from kvhold.client.channel import Channel
 from kvhold.client.control import SILENT_SECONDS, Control, Ticket
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.attaching import make_keeper
+from kvhold.engines.common.groups import reachable
+from kvhold.engines.common.lookups import Lookups
+from kvhold.engines.common.patience import Patience
+from kvhold.engines.common.plans import CopyReport, Load, StepPlan
+from kvhold.engines.common.questions import ChainQuestion, GroupsQuestion, Part, Question, tokens_from_disk
+from kvhold.engines.common.ranks import agree
+from kvhold.engines.common.settings import Settings
 from kvhold.engines.vllm.adapters import Adapters, options_of
 from kvhold.engines.vllm.admission import Rank, Waiting, all_can_begin, may_ask, most_blocks, order_matters
-from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
-from kvhold.engines.vllm.config import Settings
 from kvhold.engines.vllm.events import CacheEvents
-from kvhold.engines.vllm.groups import kept_groups, reachable
+from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.hits import HitSearch
-from kvhold.engines.vllm.lookups import Lookups
+from kvhold.engines.vllm.names import engine_label, engine_of, instance_of
 from kvhold.engines.vllm.outdated import Outdated
-from kvhold.engines.vllm.patience import Patience
-from kvhold.engines.vllm.plans import CopyReport, Load, StepPlan
 from kvhold.engines.vllm.publishing import Handed, Publishing
-from kvhold.engines.vllm.questions import ChainQuestion, GroupsQuestion, Part, Question, tokens_from_disk
-from kvhold.engines.vllm.ranks import agree
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.spaces import Spaces
 from kvhold.engines.vllm.stats import KvHoldStats
@@ -76,9 +79,9 @@ class SchedulerHalf:
         self._adapters = Adapters(options_of(config.lora_config))
         self._restores_wanted = transfer.is_kv_consumer
         self._publishes_wanted = transfer.is_kv_producer
-        self.stats = KvHoldStats()
-        self.stats.begin("group", range(len(self._groups)))
-        self._keeper = make_keeper(self, config, settings, reads=False)
+        self.accounts = Accounts()
+        self.accounts.begin("group", range(len(self._groups)))
+        self._keeper = make_keeper(self, engine_of(instance_of(config)), settings, reads=False)
         deadline = None if settings.answer_deadline_ms is None else settings.answer_deadline_ms / 1e3
         self._patience = Patience(deadline)
         self.control = Control(
@@ -100,10 +103,10 @@ class SchedulerHalf:
             self._publishes_wanted,
             self.events,
         )
-        self._lookups = Lookups(self.control, self.stats, self._patience.of)
+        self._lookups = Lookups(self.control, self.accounts, self._patience.of)
         self._publishing = Publishing(
             self.control,
-            self.stats,
+            self.accounts,
             settings.save_decode_cache,
             self._spaces_of,
             self._lookups.stored,
@@ -262,7 +265,7 @@ class SchedulerHalf:
         if found and not self._may_restore(request, computed + found):
             if name not in self._withheld:
                 self._withheld.add(name)
-                self.stats.add("tokens_withheld", found)
+                self.accounts.add("tokens_withheld", found)
             return 0, False
         return found, found > 0
 
@@ -509,9 +512,9 @@ class SchedulerHalf:
         self._patience.step_ends()
         waited, exhausted = self._reported
         self._reported = self.control.waited, self.control.exhausted
-        self.stats.add("scheduler_wait_seconds", self.control.waited - waited)
-        self.stats.add("step_budget_exhausted", self.control.exhausted - exhausted)
-        return self.stats.take()
+        self.accounts.add("scheduler_wait_seconds", self.control.waited - waited)
+        self.accounts.add("step_budget_exhausted", self.control.exhausted - exhausted)
+        return KvHoldStats.taken(self.accounts)
 
     def shutdown(self) -> None:
         self._keeper.stop(self.control.bye)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvhold.client.control import Control, Geometry
+from kvhold.engines.common.groups import Group
+from kvhold.engines.common.ranks import Ranks, agree
 from kvhold.engines.vllm.adapters import Adapters
-from kvhold.engines.vllm.attach import served_name
 from kvhold.engines.vllm.events import CacheEvents
-from kvhold.engines.vllm.groups import Group
 from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
-from kvhold.engines.vllm.ranks import Ranks, agree
+from kvhold.engines.vllm.names import served_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

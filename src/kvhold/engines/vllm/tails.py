@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvhold.engines.vllm.groups import Group
+from kvhold.engines.common.groups import Group
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -1,10 +1,28 @@
 """How one engine's ranks are numbered, and which of them hold the same KV."""
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from kvhold.engines.vllm.identity import keeps_drafts
+
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_HEADS = re.compile(r"(kv|key_value)\w*heads")
+_SPLIT_BY_HEADS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +81,47 @@ class Topology:
         prefill, tensor = divmod(rank, self.tensor)
         tokens = (tensor * self.prefill + prefill) % self.decode
         return tensor // replicas, tokens, 0 if alike else prefill
+
+
+def replicas(config: "VllmConfig", cache: "KVCacheConfig") -> int:
+    """How many consecutive tensor-parallel ranks hold the same heads of keys and values, in all layers.
+
+    vLLM says so of MLA; where ranks share the tokens (decode context parallelism) it says 1, although ranks with the
+    same tokens still hold the same. Fewer heads of keys and values than ranks are given to several ranks each, in
+    order, by its ``QKVParallelLinear``; that is relied on only for models whose layers all have the same number of
+    them.
+    """
+    parallel = config.parallel_config
+    specs = _specs(cache)
+    told = cache.kv_tp_replicas
+    if parallel.decode_context_parallel_size > 1:
+        told = max(told, _told_by_layers(specs, parallel.tensor_parallel_size))
+    if told > 1 or keeps_drafts(config):
+        return max(1, told)
+    text = config.model_config.hf_text_config.to_dict()
+    heads = text.get("num_key_value_heads")
+    if (
+        {name for name in text if _HEADS.search(name)} != {"num_key_value_heads"}
+        or not isinstance(heads, int)
+        or not all(type(spec) in _SPLIT_BY_HEADS and spec.num_kv_heads == 1 for spec in specs)
+        or heads < 1
+        or parallel.tensor_parallel_size % heads
+    ):
+        return 1
+    return parallel.tensor_parallel_size // heads
+
+
+def _told_by_layers(specs: Sequence[KVCacheSpec], tensor_parallel: int) -> int:
+    """vLLM's own ``kv_cache_groups_tp_replicas``, as it answers where no rank holds a part of the tokens."""
+    if not all(isinstance(spec, AttentionSpec) and spec.max_tp_shards is not None for spec in specs):
+        return 1
+    return math.gcd(tensor_parallel, *(max(1, tensor_parallel // spec.max_tp_shards) for spec in specs))
+
+
+def attention_alone(cache: "KVCacheConfig") -> bool:
+    """Whether all that the engine keeps is attention's: a recurrent state is split by rules of its own."""
+    return all(isinstance(spec, AttentionSpec) for spec in _specs(cache))
+
+
+def _specs(cache: "KVCacheConfig") -> list[KVCacheSpec]:
+    return [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]

@@ -17,16 +17,19 @@ from kvhold.client.control import padded
 from kvhold.copy.engine import Copier, make_copier
 from kvhold.copy.job import Job
 from kvhold.copy.layout import PagedLayout
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.attaching import make_keeper
+from kvhold.engines.common.groups import Group
+from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
+from kvhold.engines.common.ranks import WorkerReport
+from kvhold.engines.common.settings import Settings
 from kvhold.engines.vllm import identity
-from kvhold.engines.vllm.attach import engine_label, instance_of, make_keeper
-from kvhold.engines.vllm.config import Settings
-from kvhold.engines.vllm.groups import Group, kept_groups
+from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.layout import read_layout
 from kvhold.engines.vllm.loaded import Loaded
-from kvhold.engines.vllm.plans import CopyReport, Load, Publish, StepPlan
-from kvhold.engines.vllm.ranks import WorkerReport, attention_alone, replicas
+from kvhold.engines.vllm.names import engine_label, engine_of, instance_of
 from kvhold.engines.vllm.stats import KvHoldStats
-from kvhold.engines.vllm.topology import Topology
+from kvhold.engines.vllm.topology import Topology, attention_alone, replicas
 
 if TYPE_CHECKING:
     import torch
@@ -83,9 +86,9 @@ class WorkerHalf:
         self._weights_id = settings.weights_id
         self._groups = kept_groups(config, cache)
         self._failed_blocks: set[int] = set()
-        self.stats = KvHoldStats()
-        self.stats.begin("rank", [self._rank])
-        self._keeper = make_keeper(self, config, settings, reads=True)
+        self.accounts = Accounts()
+        self.accounts.begin("rank", [self._rank])
+        self._keeper = make_keeper(self, engine_of(instance_of(config)), settings, reads=True)
         self._copier: Copier | None = None
         self._caches: dict[str, torch.Tensor] = {}
         self._taken = False  # whether the engine has taken the memory of its caches away
@@ -315,7 +318,7 @@ class WorkerHalf:
                 continue
             del self._copies.loads[request]
             results.finished_recving.add(request)
-            self.stats.add("loads")
+            self.accounts.add("loads")
             if job.error is not None:
                 log.warning("kvhold: a restore failed, what it should have brought is computed: %s", job.error)
                 # What came before the failure is kept where the engine can tell whose a block is, and where a shorter
@@ -324,10 +327,10 @@ class WorkerHalf:
                     self._failed_blocks.update(blocks[job.done :])
                 else:
                     results.failed_recving.add(request)
-                self.stats.add("load_failures")
+                self.accounts.add("load_failures")
             else:
-                self.stats.add("load_bytes", job.size, rank=self._rank)
-                self.stats.add("load_seconds", job.seconds, rank=self._rank)
+                self.accounts.add("load_bytes", job.size, rank=self._rank)
+                self.accounts.add("load_seconds", job.seconds, rank=self._rank)
         return results
 
     def end_copies(self, plan: StepPlan) -> CopyReport | None:
@@ -352,20 +355,20 @@ class WorkerHalf:
             if not job.ended:
                 continue
             del self._copies.publishes[batch]
-            self.stats.add("publishes")
+            self.accounts.add("publishes")
             if job.error is None:
                 report.ended[batch] = {self._rank: padded(self._sizes[group])}
-                self.stats.add("publish_bytes", job.size, rank=self._rank)
-                self.stats.add("publish_seconds", job.seconds, rank=self._rank)
+                self.accounts.add("publish_bytes", job.size, rank=self._rank)
+                self.accounts.add("publish_seconds", job.seconds, rank=self._rank)
             else:
                 log.warning("kvhold: a publish failed, its blocks are not kept: %s", job.error)
                 report.ended[batch] = {self._rank: -1}
-                self.stats.add("publish_failures")
+                self.accounts.add("publish_failures")
         return report if report.ended or report.loaded else None
 
     def take_stats(self) -> KvHoldStats | None:
         """Counts since the last call."""
-        return self.stats.take()
+        return KvHoldStats.taken(self.accounts)
 
 
 def worker_here(instance: str) -> WorkerHalf | None:

@@ -1,4 +1,4 @@
-"""The connector's settings: ``kv_connector_extra_config`` in vLLM's ``--kv-transfer-config``."""
+"""What a user may set about an engine's half of the cache, and what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -55,24 +55,24 @@ def own_settings(settings: Settings) -> list[str]:
     return [name for name in ("dram", "huge_pages", "ssd") if getattr(settings, name)]
 
 
-def load_settings(extra: dict[str, Any]) -> Settings:
-    """``extra`` as settings. Raises ValueError that names the setting, the value and the remedy.
+def load_settings(given: dict[str, Any], where: str) -> Settings:
+    """What was ``given`` ``where``, as settings. Raises ValueError that names the setting, the value and the remedy.
 
     It is raised for what can never work. What may be had later, like a manager that nobody has started, is no error.
     """
     known = Settings.__struct_fields__
-    for name in extra:
+    for name in given:
         if name not in known:
             raise ValueError(
-                f"kvhold: kv_connector_extra_config has an unknown setting {name!r} (value {extra[name]!r}); "
+                f"kvhold: {where} has an unknown setting {name!r} (value {given[name]!r}); "
                 f"remove it, or use one of: {', '.join(known)}"
             )
-    for name, value in extra.items():
+    for name, value in given.items():
         try:
             msgspec.convert({name: value}, Settings)
         except msgspec.ValidationError:
             raise _wrong(name, value, f"; write {_WRITTEN[name]}") from None
-    settings = msgspec.convert(extra, Settings)
+    settings = msgspec.convert(given, Settings)
     if settings.socket is not None:
         _check_named(settings.socket, settings)
     else:

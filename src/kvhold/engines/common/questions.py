@@ -2,7 +2,7 @@
 
 A model with a single group of full attention asks for the longest prefix of one chain, which is leased as it is
 matched. All others look first (which keys are there?), let the engine's own rules find where the prompt can be resumed
-(:mod:`hits`), and then have exactly the blocks of that hit prepared: all or none.
+(:class:`Search`), and then have exactly the blocks of that hit prepared: all or none.
 """
 
 from abc import ABC, abstractmethod
@@ -10,9 +10,10 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 from kvhold.client.control import Control, Ticket
-from kvhold.engines.vllm.hits import Hit, HitSearch
+from kvhold.engines.common.groups import Group
 from kvhold.protocol import MAX_KEYS
 
 _ATTEMPTS = 4
@@ -23,6 +24,42 @@ _LESS = ("budget", "not_stored", "read_failed", *_LATE)
 """Why a hit cannot be had, while another one may."""
 _DRAM, _SSD = 1, 2
 """Where a key is, in a residency."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A prompt can be resumed after ``tokens``; if that is no more than what the engine has itself, it is no hit.
+
+    ``needed[g]`` are the numbers of the blocks of the g-th kept group that have to be restored for that. The last may
+    end inside of its block; its key is the hash of the hit's end. At ``junction``, if that is not 0, the prompt leaves
+    what others have in common with it: it could be resumed there if only windows and states had been kept.
+    """
+
+    tokens: int
+    needed: tuple[tuple[int, ...], ...]
+    junction: int
+
+
+class Search(Protocol):
+    """The engine's own rules about where a prompt can be resumed, over its kept ``groups``.
+
+    A request's hashes are one per ``hash_tokens``; hits end at multiples of ``unit`` tokens.
+    """
+
+    groups: tuple[Group, ...]
+    hash_tokens: int
+    unit: int
+
+    def key_tokens(self, group: int) -> int:
+        """Keys of the g-th group are the hashes at the multiples of so many tokens."""
+
+    def best(self, hashes: Sequence[bytes], local: int, limit: int, stored: Sequence[Collection[bytes]]) -> Hit:
+        """The longest hit up to ``limit`` tokens, over ``stored`` keys by group; the engine's own is of ``local``."""
+
+    def shortest(
+        self, hashes: Sequence[bytes], local: int, limit: int, stored: Sequence[Collection[bytes]]
+    ) -> tuple[int, int]:
+        """(group, tokens): which group ends the hit, and how far it would reach if it were alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +190,7 @@ class GroupsQuestion(Question):
     def __init__(
         self,
         control: Control,
-        search: HitSearch,
+        search: Search,
         spaces: Sequence[int],
         local: int,
         limit: int,

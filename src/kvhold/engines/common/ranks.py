@@ -4,32 +4,13 @@ Each worker half packs a :class:`WorkerReport` for its scheduler half, and the m
 handshake between the two has room for one connector alone.
 """
 
-import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-    iter_layer_specs,
-)
 
 from kvhold.client.control import padded
-from kvhold.engines.vllm.identity import keeps_drafts
 from kvhold.protocol import MAX_REPORT
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-_HEADS = re.compile(r"(kv|key_value)\w*heads")
-_SPLIT_BY_HEADS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,50 +63,6 @@ class Ranks:
 
 
 _decoder = msgspec.msgpack.Decoder(WorkerReport)
-
-
-def replicas(config: "VllmConfig", cache: "KVCacheConfig") -> int:
-    """How many consecutive tensor-parallel ranks hold the same heads of keys and values, in all layers.
-
-    vLLM says so of MLA; where ranks share the tokens (decode context parallelism) it says 1, although ranks with the
-    same tokens still hold the same. Fewer heads of keys and values than ranks are given to several ranks each, in
-    order, by its ``QKVParallelLinear``; that is relied on only for models whose layers all have the same number of
-    them.
-    """
-    parallel = config.parallel_config
-    specs = _specs(cache)
-    told = cache.kv_tp_replicas
-    if parallel.decode_context_parallel_size > 1:
-        told = max(told, _told_by_layers(specs, parallel.tensor_parallel_size))
-    if told > 1 or keeps_drafts(config):
-        return max(1, told)
-    text = config.model_config.hf_text_config.to_dict()
-    heads = text.get("num_key_value_heads")
-    if (
-        {name for name in text if _HEADS.search(name)} != {"num_key_value_heads"}
-        or not isinstance(heads, int)
-        or not all(type(spec) in _SPLIT_BY_HEADS and spec.num_kv_heads == 1 for spec in specs)
-        or heads < 1
-        or parallel.tensor_parallel_size % heads
-    ):
-        return 1
-    return parallel.tensor_parallel_size // heads
-
-
-def _told_by_layers(specs: Sequence[KVCacheSpec], tensor_parallel: int) -> int:
-    """vLLM's own ``kv_cache_groups_tp_replicas``, as it answers where no rank holds a part of the tokens."""
-    if not all(isinstance(spec, AttentionSpec) and spec.max_tp_shards is not None for spec in specs):
-        return 1
-    return math.gcd(tensor_parallel, *(max(1, tensor_parallel // spec.max_tp_shards) for spec in specs))
-
-
-def attention_alone(cache: "KVCacheConfig") -> bool:
-    """Whether all that the engine keeps is attention's: a recurrent state is split by rules of its own."""
-    return all(isinstance(spec, AttentionSpec) for spec in _specs(cache))
-
-
-def _specs(cache: "KVCacheConfig") -> list[KVCacheSpec]:
-    return [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
 
 
 def agree(packed: Iterable[bytes]) -> Ranks:

@@ -4,8 +4,6 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
 Copies = tuple[int, list[int], "array[int]"]
 """(group, blocks of it, the arena offset of each block's object)."""
 
@@ -30,7 +28,7 @@ class Publish:
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):
+class StepPlan:
     """Scheduler to workers: step ``step``, planned against the manager of ``incarnation``.
 
     Offsets are those of whole objects; the shard of a rank begins ``starts[group][rank]`` bytes into one.
@@ -46,7 +44,7 @@ class StepPlan(KVConnectorMetadata):
 
 
 @dataclass
-class CopyReport(KVConnectorWorkerMetadata):
+class CopyReport:
     """Workers to scheduler: of each publish batch that ended, the bytes per object by rank; -1 where it failed.
 
     ``loaded`` are digests of what is loaded, by the number of the look and by rank; empty where that is not known.
@@ -55,8 +53,8 @@ class CopyReport(KVConnectorWorkerMetadata):
     ended: dict[int, dict[int, int]] = field(default_factory=dict)
     loaded: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReport":
-        assert isinstance(other, CopyReport)
+    def aggregate(self, other: "CopyReport") -> "CopyReport":
+        """This report and that of other ranks as one."""
         return CopyReport(_merged(self.ended, other.ended), _merged(self.loaded, other.loaded))
 
 

@@ -1,20 +1,19 @@
 """The questions of waiting requests: how far can this prompt be restored?
 
-vLLM asks about a waiting request in every step until it is admitted. One question is put per set of inputs; all
+An engine asks about a waiting request in every step until it is admitted. One question is put per set of inputs; all
 further calls are answered from here, and the lease that came with the answer is kept until it is used or given up.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from vllm.logger import init_logger
-
 from kvhold.client.control import Control, Ticket
-from kvhold.engines.vllm.questions import Part, Question
-from kvhold.engines.vllm.stats import KvHoldStats
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.questions import Part, Question
 
-log = init_logger(__name__)
+log = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 10.0
 """A leased answer that its request could not use by then is given up and asked for again: leases pin DRAM."""
@@ -53,9 +52,9 @@ class Lookups:
     Every engine defers, also one that runs in step with others: a step without work costs it less than a prompt.
     """
 
-    def __init__(self, control: Control, stats: KvHoldStats, patience: Callable[[int], float]) -> None:
+    def __init__(self, control: Control, accounts: Accounts, patience: Callable[[int], float]) -> None:
         self._control = control
-        self._stats = stats
+        self._accounts = accounts
         self._patience = patience
         self._by_request: dict[str, Lookup] = {}
 
@@ -72,8 +71,8 @@ class Lookups:
                 return 0
             if not self._control.overdue(lookup.question.ticket, lookup.patience):
                 return None
-            self._stats.add("answers_overdue")
-            self._stats.add("tokens_missed_deadline", limit - local)
+            self._accounts.add("answers_overdue")
+            self._accounts.add("tokens_missed_deadline", limit - local)
             lookup.closed = lookup.late = True
             lookup.question.forgo()
         return lookup.question.hit if lookup.leased else 0
@@ -142,7 +141,7 @@ class Lookups:
 
     def _count_unanswered(self, lookup: Lookup) -> None:
         if not lookup.answered:
-            self._stats.add("tokens_missed_cancelled", lookup.limit - lookup.local)
+            self._accounts.add("tokens_missed_cancelled", lookup.limit - lookup.local)
 
     def _current(self, request: str, local: int, limit: int) -> Lookup | None:
         """The request's question if it was about the same tokens in the same session and is fresh."""
@@ -175,16 +174,16 @@ class Lookups:
         return Lookup(question, self._control.attachment, local, limit, question.ticket.since, patience)
 
     def _count_asked(self, local: int, limit: int) -> None:
-        self._stats.add("lookups", limit > local)
-        self._stats.add("tokens_asked", limit - local)
+        self._accounts.add("lookups", limit > local)
+        self._accounts.add("tokens_asked", limit - local)
 
     def _missed(self, local: int, limit: int, reason: str) -> Lookup:
         self._count_asked(local, limit)
-        self._stats.add(f"tokens_missed_{reason}", limit - local)
+        self._accounts.add(f"tokens_missed_{reason}", limit - local)
         return Lookup(None, self._control.attachment, local, limit, time.monotonic(), closed=True)
 
     def _give_up(self, lookup: Lookup, reason: str) -> None:
-        self._stats.add(f"tokens_missed_{reason}", lookup.limit - lookup.local)
+        self._accounts.add(f"tokens_missed_{reason}", lookup.limit - lookup.local)
         lookup.closed = True
         self._release(lookup)
 
@@ -201,10 +200,10 @@ class Lookups:
         lookup.answered = True
         lookup.leased = question.hit > 0
         short = lookup.limit - lookup.local - question.hit
-        self._stats.add("tokens_hit", question.hit)
-        self._stats.add(f"tokens_missed_{question.reason}", short)
+        self._accounts.add("tokens_hit", question.hit)
+        self._accounts.add(f"tokens_missed_{question.reason}", short)
         if short and question.cut is not None:
-            self._stats.add("tokens_cut", short, group=question.cut)
+            self._accounts.add("tokens_cut", short, group=question.cut)
         return True
 
     def _release(self, lookup: Lookup) -> None:

@@ -1,0 +1,43 @@
+"""How one half of an engine finds its manager."""
+
+import hashlib
+import logging
+import os
+from functools import partial
+from pathlib import Path
+
+from kvhold.client.embedded import Embedded
+from kvhold.client.keeper import Half, Keeper
+from kvhold.engines.common.settings import Settings, own_settings
+from kvhold.host import default_dram
+from kvhold.places import places, sockets
+from kvhold.units import parse_size
+
+log = logging.getLogger(__name__)
+
+
+def own_sockets(engine: str) -> list[Path]:
+    """Where the own manager of ``engine`` may listen: all its processes have this name in common."""
+    name = hashlib.sha256(f"{os.uname().nodename}\0{engine}".encode()).hexdigest()[:16]
+    return [folder / f"e-{name}.sock" for folder in places()]
+
+
+def make_keeper(half: Half, engine: str, settings: Settings, reads: bool) -> Keeper:
+    """A keeper for the manager that ``settings`` name; by default that of ``engine``, or else the host's."""
+    if settings.socket is not None:
+        return Keeper(half, [Path(settings.socket)], None, reads)
+    dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
+    embedded = Embedded(own_sockets(engine), dram, settings.huge_pages, settings.ssd)
+    # The scheduler speaks for all of an engine's halves: what each of them finds is the same.
+    preferred = None if reads else partial(_say_what_is_ignored, own_settings(settings))
+    return Keeper(half, sockets(), embedded, reads, preferred)
+
+
+def _say_what_is_ignored(names: list[str], path: Path) -> None:
+    if names:
+        log.warning(
+            "kvhold: using the manager on %s, which has its own settings; those of this engine for %s are ignored; "
+            "give them to `kvhold serve` instead",
+            path,
+            ", ".join(names),
+        )
