@@ -32,13 +32,14 @@ from vllm.v1.request import Request
 from kvhold import protocol as wire
 from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
+from kvhold.engines.common import spaces
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
 from kvhold.engines.common.questions import Part
 from kvhold.engines.common.ranks import WorkerReport
-from kvhold.engines.vllm import spaces, tails
+from kvhold.engines.vllm import tails
 from kvhold.engines.vllm.connector import KvHoldConnector
 from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.groups import kept_groups

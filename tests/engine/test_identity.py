@@ -34,16 +34,16 @@ from vllm.config import MultiModalConfig
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 
-from kvhold.engines.vllm import adapters
-from kvhold.engines.vllm import spaces as spaces_module
-from kvhold.engines.vllm.adapters import Adapters
+from kvhold.engines.common import adapters
+from kvhold.engines.common import spaces as spaces_module
+from kvhold.engines.common.adapters import Adapter, Adapters
+from kvhold.engines.common.identity import PRIVATE, digest
+from kvhold.engines.vllm.adapters import adapter_of
 from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.identity import (
-    PRIVATE,
     _kv_dtypes,
     _processor,
     describe,
-    digest,
     is_private,
     weights_identity,
 )
@@ -107,6 +107,13 @@ def adapter(tmp_path: Path, exact_clock: None) -> LoRARequest:
     return LoRARequest("tuned", 1, str(write_adapter(tmp_path / "tuned", 1)))
 
 
+@pytest.fixture
+def tuned(adapter: LoRARequest) -> Adapter:
+    found = adapter_of(adapter)
+    assert found is not None
+    return found
+
+
 def truth(model: Path, adapter: LoRARequest | None, prompts: Sequence[Tokens] = PROMPTS) -> list[Output]:
     """What an engine says that starts now and has no cache at all."""
     with running(model, connector=None, enable_prefix_caching=False, **LORA) as llm:
@@ -120,7 +127,7 @@ def ready(llm: LLM, adapter: LoRARequest) -> None:
 
     def granted() -> bool:
         half.control.new_step()
-        spaces = half._spaces.of(adapter)
+        spaces = half._spaces.of(adapter_of(adapter))
         return spaces is not None and all(len(half.control.credit[space]) >= 64 for space in spaces)
 
     until(granted, "slots are granted for the adapter")
@@ -273,7 +280,7 @@ def test_an_adapter_without_local_files_is_a_miss(
     assert counts["tokens_missed_lora"] == 2 * 384
 
 
-def test_a_file_server_that_hangs_delays_a_request_once(adapter: LoRARequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_server_that_hangs_delays_a_request_once(tuned: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, asked = threading.Event(), threading.Event()
 
     def hangs(folder: Path) -> Any:
@@ -283,35 +290,35 @@ def test_a_file_server_that_hangs_delays_a_request_once(adapter: LoRARequest, mo
 
     stamp = adapters._stamp
     monkeypatch.setattr(adapters, "_stamp", hangs)
-    known = Adapters(b"")
-    assert known.look("first", adapter) is None
+    known = Adapters(b"", "")
+    assert known.look("first", tuned) is None
     assert asked.wait(60)
     monkeypatch.setattr(adapters, "_PATIENCE", 0.0)
-    assert known.look("first", adapter) is False
-    assert known.look("second", adapter) is False
-    assert known.digest(adapter) is None
+    assert known.look("first", tuned) is False
+    assert known.look("second", tuned) is False
+    assert known.digest(tuned) is None
     monkeypatch.setattr(adapters, "_PATIENCE", 20.0)
     answers.set()
-    until(lambda: known.look("third", adapter), "the files are looked at")
+    until(lambda: known.look("third", tuned), "the files are looked at")
     known.stop()
 
 
-def test_two_adapters_under_one_id_are_both_unknown(adapter: LoRARequest, tmp_path: Path, warnings: list[str]) -> None:
+def test_two_adapters_under_one_id_are_both_unknown(tuned: Adapter, tmp_path: Path, warnings: list[str]) -> None:
     """Workers load what comes first under an id; it then serves whatever comes with that id."""
-    known = Adapters(b"")
-    until(lambda: known.look("first", adapter), "the files are looked at")
-    other = LoRARequest("other", adapter.lora_int_id, str(write_adapter(tmp_path / "other", 2)))
+    known = Adapters(b"", "")
+    until(lambda: known.look("first", tuned), "the files are looked at")
+    other = Adapter("other", tuned.number, str(write_adapter(tmp_path / "other", 2)))
     known._born += 60
     until(lambda: known.look("second", other) is not None, "the other's files are looked at")
     assert known.digest(other) is None
-    assert known.digest(adapter) is None
+    assert known.digest(tuned) is None
     assert len(warnings) == 2
     known.stop()
 
 
 def test_a_digest_says_what_is_in_an_adapter_and_not_where_it_is(adapter: LoRARequest, tmp_path: Path) -> None:
     def digest(folder: Path, options: bytes = b"") -> bytes:
-        known, there = Adapters(options), LoRARequest("x", 1, str(folder))
+        known, there = Adapters(options, ""), Adapter("x", 1, str(folder))
         known._born += 60
         until(lambda: known.look("r", there), "the files are looked at")
         known.stop()

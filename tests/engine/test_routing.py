@@ -20,9 +20,9 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-import kvhold.engines.vllm.adapters as adapters_module
+import kvhold.engines.common.adapters as adapters_module
+import kvhold.engines.common.spaces as spaces_module
 import kvhold.engines.vllm.events as events_module
-import kvhold.engines.vllm.spaces as spaces_module
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 

@@ -1,6 +1,5 @@
 """What must be equal for two engines to share an object: everything that gives its bytes their meaning."""
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from vllm.version import __version__ as vllm_version
 
 from kvhold.copy.layout import PagedLayout
 from kvhold.engines.common.groups import Group
-from kvhold.engines.common.weights import processor_digest, weights_digest
+from kvhold.engines.common.identity import LAYOUT_VERSION, PRIVATE, named_weights, weights_in
+from kvhold.engines.common.weights import processor_digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 log = init_logger(__name__)
 
-PRIVATE = "private"
-"""Stands for what cannot be identified: an engine with it in its identity shares nothing with any other."""
-LAYOUT_VERSION = 2
-"""Of kvhold's own order of bytes in an object."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 _FIXED_POSITIONS = {"default", "linear", "llama3", "yarn", "mrope"}
 """Rope types that depend on the model's configuration alone."""
@@ -43,7 +39,6 @@ _FROM_FOLDER = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "pt",
 """Load formats whose weights are the model folder's. Others may take them from an address or a server."""
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that guess without a model."""
-_RANDOM_HASHES = ("xxhash", "xxhash_cbor")
 
 
 def describe(
@@ -136,36 +131,9 @@ def _drafter(config: "VllmConfig", weights_id: str | None) -> list[str]:
     return [str(speculative.method), weights_identity(model, config.load_config.load_format, weights_id), described]
 
 
-def digest(identity: dict[str, Any]) -> bytes:
-    """The 32-byte digest of :func:`describe`'s result."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
-
-
 def is_private(identity: dict[str, Any]) -> bool:
     """Whether the engine must not share, because something about it cannot be identified."""
     return PRIVATE in (identity["weights"], *identity["drafter"], *identity["processor"])
-
-
-def namespace(digests: Sequence[bytes], hash_algorithm: str, hash_seed: str, salt: bytes) -> bytes:
-    """The namespace of an engine whose workers agree on ``digests``, all of one length.
-
-    ``salt`` is empty, or a :func:`variant`.
-    """
-    return hashlib.sha256(b"\0".join((*digests, hash_algorithm.encode(), hash_seed.encode(), salt))).digest()
-
-
-def variant(epoch: str, salt: bytes, adapter: bytes) -> bytes:
-    """What sets namespaces of the same weights apart: the operator's epoch, a re-keying's salt, an adapter's digest.
-
-    Empty if there is none of them.
-    """
-    parts = (epoch.encode(), salt, adapter)
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest() if any(parts) else b""
-
-
-def hashes_are_private(hash_algorithm: str) -> bool:
-    """Whether no other engine can have the same block hashes, because their seed is random."""
-    return hash_algorithm in _RANDOM_HASHES and "PYTHONHASHSEED" not in os.environ
 
 
 def weights_identity(model: "ModelConfig", load_format: object, named: str | None) -> str:
@@ -174,21 +142,20 @@ def weights_identity(model: "ModelConfig", load_format: object, named: str | Non
     Those that the operator has ``named`` are not looked at.
     """
     if named is not None:
-        return f"named {hashlib.sha256(named.encode()).hexdigest()}"
+        return named_weights(named)
     kind = str(getattr(load_format, "value", load_format))
     if kind == "dummy":
         return "dummy"  # vLLM makes them from a fixed seed and the model's configuration
     folder = _folder(model) if kind in _FROM_FOLDER and not model.model_weights else None
-    found = weights_digest(folder) if folder is not None else None
-    if found is None:
+    found = weights_in(folder)
+    if found == PRIVATE:
         log.warning(
             "kvhold: the weights of %s (load format %s) cannot be identified; this engine shares its KV cache with "
             "no other and starts cold. Give a local folder or a downloaded revision",
             model.model,
             kind,
         )
-        return PRIVATE
-    return found.hex()
+    return found
 
 
 def _folder(model: "ModelConfig") -> Path | None:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -12,6 +13,7 @@ from vllm.logger import init_logger
 from kvhold.client.channel import Channel
 from kvhold.client.control import SILENT_SECONDS, Control, Ticket
 from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.adapters import Adapters
 from kvhold.engines.common.attaching import make_keeper
 from kvhold.engines.common.groups import reachable
 from kvhold.engines.common.lookups import Lookups
@@ -20,17 +22,17 @@ from kvhold.engines.common.plans import CopyReport, Load, StepPlan
 from kvhold.engines.common.questions import ChainQuestion, GroupsQuestion, Part, Question, tokens_from_disk
 from kvhold.engines.common.ranks import agree
 from kvhold.engines.common.settings import Settings
-from kvhold.engines.vllm.adapters import Adapters, options_of
+from kvhold.engines.common.spaces import Spaces
+from kvhold.engines.vllm.adapters import RESET, adapter_of, options_of
 from kvhold.engines.vllm.admission import Rank, Waiting, all_can_begin, may_ask, most_blocks, order_matters
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import kept_groups
-from kvhold.engines.vllm.hashes import tell_all
+from kvhold.engines.vllm.hashes import hashing, tell_all
 from kvhold.engines.vllm.hits import HitSearch
-from kvhold.engines.vllm.names import engine_label, engine_of, instance_of
+from kvhold.engines.vllm.names import engine_label, engine_of, instance_of, served_name
 from kvhold.engines.vllm.outdated import Outdated
 from kvhold.engines.vllm.publishing import Handed, Publishing
 from kvhold.engines.vllm.reach import Reach
-from kvhold.engines.vllm.spaces import Spaces
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.topology import Topology
 from kvhold.engines.vllm.worker import worker_here
@@ -76,7 +78,7 @@ class SchedulerHalf:
         self._cache = cache
         self._world = Topology.of(parallel).world
         self._groups = kept_groups(config, cache)
-        self._adapters = Adapters(options_of(config.lora_config))
+        self._adapters = Adapters(options_of(config.lora_config), RESET)
         self._restores_wanted = transfer.is_kv_consumer
         self._publishes_wanted = transfer.is_kv_producer
         self.accounts = Accounts()
@@ -96,11 +98,12 @@ class SchedulerHalf:
             self.events = CacheEvents(self.control, cache, self._groups)
         self._spaces = Spaces(
             self.control,
-            config,
             self._groups,
             self._adapters,
+            partial(hashing, config.cache_config.prefix_caching_hash_algo),
+            served_name(config),
             settings.epoch or "",
-            self._publishes_wanted,
+            config.scheduler_config.max_num_batched_tokens if self._publishes_wanted else 0,
             self.events,
         )
         self._lookups = Lookups(self.control, self.accounts, self._patience.of)
@@ -205,7 +208,7 @@ class SchedulerHalf:
             return None
         if not tell_all(request, self._config.model_config.dtype):
             return None
-        return self._spaces.of(request.lora_request)
+        return self._spaces.of(adapter_of(request.lora_request))
 
     # --- questions ----------------------------------------------------------------------------------------------
 
@@ -236,14 +239,15 @@ class SchedulerHalf:
         if spaces is None:
             self._lookups.miss(name, local, limit, "detached")
             return 0, False
-        if request.lora_request is not None:
-            sure = self._adapters.look(name, request.lora_request)
+        adapter = adapter_of(request.lora_request)
+        if adapter is not None:
+            sure = self._adapters.look(name, adapter)
             if sure is None and local < limit:
                 self.control.spend(self._adapters.wait)
-                sure = self._adapters.look(name, request.lora_request)
+                sure = self._adapters.look(name, adapter)
                 if sure is None:
                     return None, False
-            own = self._spaces.of(request.lora_request) if sure else None
+            own = self._spaces.of(adapter) if sure else None
             if own is None:
                 self._lookups.miss(name, local, limit, "lora")
                 return 0, False
@@ -334,7 +338,7 @@ class SchedulerHalf:
         from_disk = tokens_from_disk(parts, sizes, question.read, local, local + external)
         self._restores[name] = Restore(question.ticket, self.control.attachment, frozenset(blocks), from_disk)
         if self.events is not None and self._reach is not None:
-            spaces = self._spaces.of(request.lora_request)
+            spaces = self._spaces.of(adapter_of(request.lora_request))
             if spaces is not None:
                 self.events.restored(request, spaces, parts, local + external, self._reach.key)
         return Load(name, copies, blocks)

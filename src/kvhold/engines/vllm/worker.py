@@ -20,6 +20,7 @@ from kvhold.copy.layout import PagedLayout
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.attaching import make_keeper
 from kvhold.engines.common.groups import Group
+from kvhold.engines.common.identity import digest
 from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
 from kvhold.engines.common.ranks import WorkerReport
 from kvhold.engines.common.settings import Settings
@@ -183,8 +184,8 @@ class WorkerHalf:
             self._topology.world,
             self._topology.stage(self._rank),
             self._topology.owner(self._rank, *same),
-            identity.digest(common),
-            identity.digest(stage),
+            digest(common),
+            digest(stage),
             sizes,
             identity.is_private(common),
             f"{kinds}, weights {common['weights'][:22]}",

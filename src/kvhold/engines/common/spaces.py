@@ -1,48 +1,56 @@
 """The namespaces that one engine speaks of: one space per cache group, and again for each LoRA adapter."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from vllm.logger import init_logger
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvhold.client.control import Control, Geometry
+from kvhold.engines.common.adapters import Adapter, Adapters
 from kvhold.engines.common.groups import Group
+from kvhold.engines.common.identity import Hashing, namespace, variant
 from kvhold.engines.common.ranks import Ranks, agree
-from kvhold.engines.vllm.adapters import Adapters
-from kvhold.engines.vllm.events import CacheEvents
-from kvhold.engines.vllm.identity import hashes_are_private, namespace, variant
-from kvhold.engines.vllm.names import served_name
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.lora.request import LoRARequest
-
-log = init_logger(__name__)
+log = logging.getLogger(__name__)
 
 _MOST_ADAPTERS = 8
 """Adapters that have spaces at once; each is granted slots of its own."""
 
 
-class Spaces:
-    """Spaces by group, opened in each session when they are first asked for. ``credits`` says whether slots are wanted.
+class Audience(Protocol):
+    """Who is told of the spaces that are spoken of."""
 
+    def begun(self, spaces: Sequence[int]) -> None:
+        """A session has begun: ``spaces``, by group, are those without an adapter; no other is open yet."""
+
+    def opened(self, spaces: Sequence[int]) -> None:
+        """``spaces``, by group, are spoken of from now on."""
+
+    def closed(self, spaces: Sequence[int]) -> None:
+        """Nothing more will be heard of ``spaces``."""
+
+
+class Spaces:
+    """Spaces by group, opened in each session when they are first asked for.
+
+    ``hashing`` says how keys are made, and is asked when that is needed first; ``label`` is what people call the model.
+    Of each space slots are wanted for what ``step_tokens`` fill in two steps; 0 for an engine that stores nothing.
     ``ranks`` is the latest word on which all workers agreed; where they do not, no space is opened in that session.
     ``salt`` sets this engine apart from all others, if it is not empty. ``weights`` stands for what is loaded: empty
-    for what the engine has started with, None while that is in doubt and nothing is spoken of. ``events`` are told what
-    is spoken of.
+    for what the engine has started with, None while that is in doubt and nothing is spoken of.
     """
 
     def __init__(
         self,
         control: Control,
-        config: "VllmConfig",
         groups: Sequence[Group],
         adapters: Adapters,
+        hashing: Callable[[], Hashing],
+        label: str,
         epoch: str,
-        credits: bool,
-        events: CacheEvents | None,
+        step_tokens: int,
+        events: Audience | None,
     ) -> None:
         self.ranks: Ranks | None = None
         self.salt = b""
@@ -50,11 +58,12 @@ class Spaces:
         self._former = b""  # what the weights were before they were in doubt
         self._unknown = False  # what they are now, so that their name is random
         self._control = control
-        self._config = config
         self._groups = groups
         self._adapters = adapters
+        self._hashing = hashing
+        self._label = label
         self._epoch = epoch
-        self._credits = credits
+        self._step_tokens = step_tokens
         self._events = events
         self._attachment = 0
         self._plain: tuple[int, ...] = ()
@@ -97,7 +106,7 @@ class Spaces:
             self._events.begun(opened)
         return opened
 
-    def of(self, adapter: "LoRARequest | None") -> tuple[int, ...] | None:
+    def of(self, adapter: Adapter | None) -> tuple[int, ...] | None:
         """Those of what is computed with ``adapter``; None without a session, or while its weights are unknown."""
         if adapter is None or self.plain is None:
             return self.plain
@@ -112,7 +121,7 @@ class Spaces:
             while len(self._adapted) >= _MOST_ADAPTERS:
                 self._close(self._adapted.pop(next(iter(self._adapted))))
             private = self._adapters.private(adapter)
-            spaces = self._open(self.ranks, digest, adapter.lora_name, private)
+            spaces = self._open(self.ranks, digest, adapter.name, private)
             if self._events is not None:
                 self._events.opened(spaces)
         self._adapted[key] = spaces
@@ -156,40 +165,21 @@ class Spaces:
         if self._events is not None:
             self._events.closed(spaces)
 
-    @property
-    def _private(self) -> bool:
-        """Whether something random is in the names, so that no other engine comes to speak of them."""
-        return (
-            bool(self.salt) or self._unknown or hashes_are_private(self._config.cache_config.prefix_caching_hash_algo)
-        )
-
     def namespace(self, ranks: Ranks, adapter: bytes = b"") -> bytes:
         """What sets what is stored now apart from all that is incompatible with it."""
-        # vLLM settles the seed of its block hashes after it has built the scheduler, so it is read at first use.
-        from vllm.v1.core import kv_cache_utils
-
-        algorithm = self._config.cache_config.prefix_caching_hash_algo
-        if hashes_are_private(algorithm):
-            log.warning_once(
-                "kvhold: block hashes by %s have a random seed, so this engine shares with no other; "
-                "set PYTHONHASHSEED or use sha256",
-                algorithm,
-            )
         salt = variant(self._epoch, self.salt + (self.weights or b""), adapter)
-        return namespace(ranks.digests, algorithm, kv_cache_utils.get_none_hash_seed(), salt)
+        return namespace(ranks.digests, self._hashing(), salt)
 
     def _open(self, ranks: Ranks, adapter: bytes = b"", label: str = "", private: bool = False) -> tuple[int, ...]:
-        from vllm.v1.core.kv_cache_utils import NONE_HASH
-
-        name = self.namespace(ranks, adapter)
-        private = private or self._private
-        tokens = self._config.scheduler_config.max_num_batched_tokens
+        name, hashing = self.namespace(ranks, adapter), self._hashing()
+        # With something random in its name no other engine comes to speak of it.
+        private = private or bool(self.salt) or self._unknown or hashing.private
         spaces = tuple(range(self._next, self._next + len(self._groups)))
         self._next += len(self._groups)
         for space, group, shards in zip(spaces, self._groups, ranks.shards, strict=True):
-            wanted = 2 * max(1, tokens // group.block_tokens) if self._credits else 0
+            wanted = 2 * max(1, self._step_tokens // group.block_tokens) if self._step_tokens else 0
             sizes = tuple(shards.writes.values())
-            label = label or served_name(self._config)
-            geometry = Geometry(name, group.index, len(NONE_HASH), sizes, label, group.whole, private)
+            label = label or self._label
+            geometry = Geometry(name, group.index, hashing.key_bytes, sizes, label, group.whole, private)
             self._control.open(space, geometry, wanted)
         return spaces
