@@ -232,17 +232,17 @@ class Engine:
             parent, done = batch[-1], done + len(batch)
 
     def query_event(
-        self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None, revision: int = 1, **more: bool
+        self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None, revision: int = 1
     ) -> ev.Query:
         if op is None:
             op, self.next_op = self.next_op, self.next_op + 1
-        return ev.Query(self.scheduler, op, revision, space, skip, b"".join(keys), **more)
+        return ev.Query(self.scheduler, op, revision, space, skip, b"".join(keys))
 
     def query(
-        self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None, revision: int = 1, **more: bool
+        self, keys: list[bytes], space: int = 0, skip: int = 0, op: int | None = None, revision: int = 1
     ) -> ev.Answer:
         """Ask, and let all work end."""
-        (answer,) = self.world_.settle(self.query_event(keys, space, skip, op, revision, **more))
+        (answer,) = self.world_.settle(self.query_event(keys, space, skip, op, revision))
         assert isinstance(answer, ev.Answer)
         return answer
 
@@ -251,12 +251,11 @@ class Engine:
         *parts: tuple[int, list[bytes]],
         op: int,
         revision: int = 1,
-        ahead: bool = False,
         used: Iterable[tuple[int, list[bytes]]] = (),
     ) -> list[Effect]:
         """Ask for exactly (space, keys)..., and let all work end."""
         packed, marked = (tuple((space, b"".join(keys)) for space, keys in named) for named in (parts, used))
-        return self.world_.settle(ev.Prepare(self.scheduler, op, revision, packed, ahead, marked))
+        return self.world_.settle(ev.Prepare(self.scheduler, op, revision, packed, marked))
 
     def release(self, *ops: int, revision: int = 1) -> list[Effect]:
         return self.world_.settle(ev.Release(self.scheduler, tuple((op, revision) for op in ops)))
@@ -380,15 +379,13 @@ def audit(core: Core) -> None:
         assert (cat.leases[row] > 0) == (cat.state[row] in (State.LEASED, State.DOOMED, State.LOADING))
     for held in core.attachments.values():
         assert held.prepared == sum(op.charged for op in held.operations.values())
-        assert held.ahead == sum(op.charged for op in held.operations.values() if op.ahead)
         assert held.answering == sum(op.phase < Phase.ANSWERED for op in held.operations.values())
         for op in held.operations.values():
             assert 0 <= op.charged <= sum(len(part.leased) * part.index.size for part in op.parts)
             # One that lacks nothing is answered in its turn, or never if its owner is lost.
             assert op.phase is not Phase.WAITING or op.missing > 0 or held.broken or core.has_work
     if not core.has_work:
-        assert core.queries.ahead == sum(held.ahead for held in core.attachments.values())
-        assert core.queries.answering == sum(held.answering for held in core.attachments.values())
+        assert core.budgets.answering == sum(held.answering for held in core.attachments.values())
 
     # Credits
     granted = Counter(

@@ -58,7 +58,6 @@ class Setting:
 LIMITS = Limits(
     prepared_share=0.75,
     engine_share=0.75,
-    speculative_share=0.5,
     credit_share=1.0,
     read_bytes=UNIT,
     write_batch=HEADER + UNIT,
@@ -230,14 +229,12 @@ class SmallWorld:
             yield "return", engine, 0, "foreign"
         asked = owner.asked
         if asked is None or (asked.revision < MOST_REVISIONS and asked.phase is not Phase.STARTED):
-            yield "query", engine, (A0, A1), 0, False
-            yield "query", engine, (A0, A1), 1, False
-            yield "query", engine, (A0,), 0, False
+            yield "query", engine, (A0, A1), 0
+            yield "query", engine, (A0, A1), 1
+            yield "query", engine, (A0,), 0
             yield "prepare", engine, (A1,)
             if 1 in owner.credits:
                 yield "prepare", engine, (A0, B0)
-            if asked is not None and not asked.exact and asked.names == [NAMES[A0]]:
-                yield "query", engine, (A1,), 0, True
         if asked is not None:
             yield "again", engine
             yield "release", engine, 0
@@ -418,15 +415,11 @@ class SmallWorld:
         owner.asked = asked
         return owner.scheduler, asked.revision
 
-    def _query(self, engine: int, keys: tuple[bytes, ...], skip: int, extend: bool) -> list[Effect]:
+    def _query(self, engine: int, keys: tuple[bytes, ...], skip: int) -> list[Effect]:
         former = self._sure(engine).asked
-        names = [NAMES[key] for key in keys]
-        if extend:
-            assert former is not None
-            names, skip = former.names + names, former.skip
         revision = 1 if former is None else former.revision + 1
-        session, _ = self._ask(engine, Asked(revision, False, names, skip))
-        return self._asking(engine, ev.Query(session, OP, revision, 0, skip, b"".join(keys), extend=extend))
+        session, _ = self._ask(engine, Asked(revision, False, [NAMES[key] for key in keys], skip))
+        return self._asking(engine, ev.Query(session, OP, revision, 0, skip, b"".join(keys)))
 
     def _prepare(self, engine: int, keys: tuple[bytes, ...]) -> list[Effect]:
         former = self._sure(engine).asked
@@ -434,7 +427,7 @@ class SmallWorld:
         session, _ = self._ask(engine, Asked(revision, True, [NAMES[key] for key in keys]))
         parts = tuple((NAMESPACES.index(NAMES[key][0]), key) for key in keys)
         used = ((0, A0),) if keys == (A1,) else ()
-        return self._asking(engine, ev.Prepare(session, OP, revision, parts, len(keys) == 1, used))
+        return self._asking(engine, ev.Prepare(session, OP, revision, parts, used))
 
     def _asking(self, engine: int, event: ev.Query | ev.Prepare) -> list[Effect]:
         refusals = self.refusals
@@ -495,8 +488,8 @@ class SmallWorld:
         return effects
 
     def _timed(self) -> int:
-        queries = self.core.queries
-        return sum(len(timer._begun) for timer in (queries._answers, queries._leases, queries._restores))
+        ops = self.core.operations
+        return sum(len(timer._begun) for timer in (ops._answers, ops._leases, ops._restores))
 
     def _done(self, io: int, failing: tuple[int, ...]) -> list[Effect]:
         return self._tell(self.disk.finish(io, failing))
@@ -680,9 +673,8 @@ class SmallWorld:
         assert not any(states[name] for name in ("credit", "leased", "doomed", "limbo", "loading"))
         assert not core.sessions
         assert not core.attachments
-        assert not core.queries._waiters
-        assert not core.queries.answering
-        assert not core.queries.ahead
+        assert not core.operations._waiters
+        assert not core.budgets.answering
         assert not core.storage.reads.queued
         assert not core.storage.pending
         self._purge(b"")
@@ -773,7 +765,7 @@ class Canon:
 
     def all(self) -> tuple[Any, ...]:
         core, world = self.core, self.world
-        queries, credits = core.queries, core.credits
+        operations, credits = core.operations, core.credits
         feeding = credits._freed != self.catalogue.freed, min(self.catalogue.recency.passed - credits._passed, 30)
         return (
             self.rows(),
@@ -784,11 +776,11 @@ class Canon:
             feeding if credits._hungry else None,
             [
                 (self.name(row), [(self.operation(op), times) for op, times in waiting.items()])
-                for row, waiting in queries._waiters.items()
+                for row, waiting in operations._waiters.items()
             ],
             [
                 [(self.operation(op), age) for op, age in zip(timer._begun, self.left(timer), strict=True)]
-                for timer in (queries._answers, queries._leases, queries._restores)
+                for timer in (operations._answers, operations._leases, operations._restores)
             ],
             self.storage(),
             [self.owner(owner) for owner in sorted(world.owners, key=lambda one: one.engine ^ self.swap)],
@@ -851,7 +843,6 @@ class Canon:
             (
                 op.revision,
                 op.exact,
-                op.ahead,
                 op.phase,
                 [(part.index.namespace.name, part.skip, self.named(part.rows)) for part in op.parts],
                 op.charged,
@@ -868,7 +859,7 @@ class Canon:
             (number, space.index.namespace.name, space.want, sorted(map(repr, self.named(space.credits))))
             for number, space in held.spaces.items()
         ]
-        counts = held.answering, held.prepared, held.ahead
+        counts = held.answering, held.prepared
         return self.attachments[held.id], held.broken, held.ready, sessions, operations, spaces, counts
 
     def storage(self) -> list[Any]:

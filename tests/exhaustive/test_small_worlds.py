@@ -69,7 +69,7 @@ def test_a_state_is_the_same_whichever_engine_does_it():
     worlds = [SmallWorld(SETTINGS["memory"]) for _ in range(4)]
     for world, engine in zip(worlds, (0, 1, 0, 0), strict=True):
         world.run()
-        world.apply(("query", engine, (A0, A1), 0, False))
+        world.apply(("query", engine, (A0, A1), 0))
         world.run()
     worlds[2].apply(("started", 0))
     worlds[3].apply(("tick",))

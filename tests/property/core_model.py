@@ -31,7 +31,6 @@ SEGMENT = 12 * UNIT
 LIMITS = {
     "prepared_share": 0.7,
     "engine_share": 0.6,
-    "speculative_share": 0.5,
     "credit_share": 0.25,
     "max_objects": 1000,
     "queries": 3,
@@ -103,12 +102,10 @@ class Asked:
 
     revision: int
     exact: bool
-    ahead: bool
     space: Space | None
     names: list[Name]
     skip: int = 0
     chosen: list[Name] = field(default_factory=list)  # what may be read for it
-    extends: bool = False
     crowded: bool = False  # there were too many questions, or answers
     waits: bool = False
     read: set[Name] = field(default_factory=set)  # from a log, since it was asked
@@ -158,7 +155,6 @@ class Before(NamedTuple):
     view: dict[Name, int | None]
     held: int
     prepared: dict[int, int]
-    ahead: dict[int, int]
     used: dict[bytes, int]
     objects: int
     counters: Counter[str]
@@ -211,7 +207,6 @@ class CoreModel:
             self.seen,
             states["leased"] + states["doomed"] + states["loading"],
             {number: held.prepared for number, held in core.attachments.items()},
-            {number: held.ahead for number, held in core.attachments.items()},
             {name: owner.used for name, owner in core.catalogue.namespaces.items()},
             core.objects,
             Counter(core.counters),
@@ -391,11 +386,8 @@ class CoreModel:
         core, limits, total, after = self.core, self.limits, self.core.arena.total, self.before()
         written = sum(size_of(s) for effect in effects if isinstance(effect, ev.Write) for s in effect.objects)
         assert after.held - written <= max(before.held, int(limits.prepared_share * total))
-        extends = any(one.extends for engine in self.engines for one in engine.asked.values())
         for number, prepared in after.prepared.items():
             assert prepared <= max(before.prepared.get(number, 0), int(limits.engine_share * total))
-            spare = int(limits.speculative_share * limits.engine_share * total)
-            assert after.ahead[number] <= max(before.ahead.get(number, 0), spare) or extends
         assert after.objects <= max(before.objects, limits.max_objects)
         for name, used in after.used.items():
             quota = limits.quotas.get(name)
@@ -455,10 +447,8 @@ class CoreModel:
             assert self.content.get(offset) == name, "wrong bytes"
         read = [leased[position] for position in array("I", answer.read)]
         assert len(set(read)) == len(read)
-        assert one.awaited & set(leased) <= set(read) <= one.read | (set(leased) if one.extends else set())
+        assert one.awaited & set(leased) <= set(read) <= one.read
         pieces = [Piece(name, offset, self.sizes[name[:2]]) for name, offset in zip(leased, offsets, strict=True)]
-        if one.pieces:
-            assert pieces[: len(one.pieces)] == one.pieces[: len(pieces)], "an extension keeps what it extends"
         one.pieces = pieces
         self.ending.update(one.chosen)
         one.chosen = []
@@ -473,7 +463,7 @@ class CoreModel:
         reason, resident = answer.reason, answer.resident
         if reason is Reason.NONE:
             assert resident == len(one.names)
-        if one.extends or one.exact or one.waits or one.crowded:
+        if one.exact or one.waits or one.crowded:
             return
         assert (resident < len(one.names)) == bool(reason)
         if len(one.names) <= SLICE:
@@ -557,8 +547,6 @@ class CoreModel:
                     assert state_of(slot.offset, space.size) == (State.LIMBO if engine.broken else State.CREDIT)
             for one in engine.asked.values():
                 for name, offset, size in one.pieces:
-                    if one.answered is None:  # what an extension took over may still be on its way
-                        assert state_of(offset, size) in (State.LEASED, State.DOOMED)
                     assert state_of(offset, size) in (State.LEASED, State.DOOMED)
                     assert self.content[offset] == name
         for io in self.disk.flying.values():

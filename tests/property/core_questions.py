@@ -53,7 +53,6 @@ class Questions(Engines):
         twist=st.sampled_from([""] * 8 + ["gap", "twice", "twice"]),
         op=st.integers(0, 5),
         revision=st.integers(1, 4),
-        ahead=st.sampled_from([False, False, True]),
         torn=rarely,
     )
     def query(
@@ -66,40 +65,14 @@ class Questions(Engines):
         twist: str,
         op: int,
         revision: int,
-        ahead: bool = False,
         torn: bool = False,
     ) -> None:
         engine, at, space = self.aim(number, which)
         keys = self.some_keys(space, which, chain, length, twist)
-        one = Asked(revision, False, ahead, space, space.names(keys) if space else [], skip)
+        one = Asked(revision, False, space, space.names(keys) if space else [], skip)
         one.chosen = one.names[skip:]
         event = ev.Query(engine.scheduler.id, op, revision, 7 if space is None else at, skip, b"".join(keys))
-        self.ask(engine, replace(event, ahead=ahead, keys=event.keys + b"!" * torn), one, torn)
-
-    @precondition(lambda self: any(engine.asked for engine in self.speakers()))
-    @rule(number=small, which=small, length=st.integers(0, 6), more=st.integers(-1, 2), ahead=st.booleans())
-    def extend(self, number: int, which: int, length: int, more: int, ahead: bool) -> None:
-        """The chain of an operation grows while it is matched, waits, was answered, or is over."""
-        engine = next(e for e in (self.speakers() * 2)[number % len(self.speakers()) :] if e.asked)
-        op = sorted(engine.asked)[which % len(engine.asked)]
-        former = engine.asked[op]
-        at = next((at for at, space in engine.spaces.items() if space is former.space), None)
-        if at is None:
-            at, space = self.some_space(engine, which)
-        else:
-            space = engine.spaces[at]
-        start = len(former.names)
-        chain = former.names[-1][2][0] if former.names else 0
-        keys = [key(chain, start + i) for i in range(length)]
-        skip = max(0, former.skip + more)
-        one = Asked(former.revision + max(0, more), False, ahead, space, [], skip, extends=True)
-        if space is not None and former.space is not None and not former.exact and former.space.same(space):
-            one.names = former.names + space.names(keys)
-            one.skip = max(skip, former.skip)
-            one.pieces = former.pieces[one.skip - former.skip :]
-            one.chosen = one.names[one.skip :]
-        event = ev.Query(engine.scheduler.id, op, one.revision, 7 if space is None else at, skip, b"".join(keys), True)
-        self.ask(engine, replace(event, ahead=ahead), one)
+        self.ask(engine, replace(event, keys=event.keys + b"!" * torn), one, torn)
 
     @precondition(lambda self: self.speakers())
     @rule(
@@ -108,7 +81,6 @@ class Questions(Engines):
         twist=st.sampled_from(["", "", "", "gap", "twice"]),
         op=st.integers(0, 5),
         revision=st.integers(1, 4),
-        ahead=st.sampled_from([False, False, True]),
         used=st.lists(st.tuples(small, st.integers(0, 1), st.integers(0, 6)), max_size=2),
         torn=rarely,
     )
@@ -119,7 +91,6 @@ class Questions(Engines):
         twist: str,
         op: int,
         revision: int,
-        ahead: bool,
         used: list[tuple[int, int, int]],
         torn: bool,
     ) -> None:
@@ -145,8 +116,8 @@ class Questions(Engines):
             mine += space.names(keys) if space is not None else []
         spaces = [engine.spaces.get(number) for number, _ in (*named, *marked)]
         # A question about nothing at all is one all the same: it names no space that is not there.
-        one = Asked(revision, True, ahead, spaces[0] if spaces else None, names, chosen=names)
-        event = ev.Prepare(engine.scheduler.id, op, revision, tuple(named), ahead, tuple(marked))
+        one = Asked(revision, True, spaces[0] if spaces else None, names, chosen=names)
+        event = ev.Prepare(engine.scheduler.id, op, revision, tuple(named), tuple(marked))
         calm, clock = not self.core.has_work, self.core.catalogue.recency._clock
         self.ask(engine, event, one, torn and bool(marked), demand, nothing=not spaces)
         if calm and number % 2 and (engine.asked.get(op) is one or one.answered) and not one.crowded:
@@ -187,12 +158,11 @@ class Questions(Engines):
             crowded = pending >= self.limits.queries
             crowded |= len(engine.asked) - (former is not None) >= self.limits.operations
             self.over(engine, op)
-            share = self.limits.speculative_share if one.ahead else 1.0
-            share *= min(self.limits.engine_share, self.limits.prepared_share)
+            share = min(self.limits.engine_share, self.limits.prepared_share)
             large = demand > share * self.core.arena.total
             engine.asked[op] = one
             if crowded:
-                one.pieces, one.crowded = [], True
+                one.crowded = True
             answers = [effect for effect in self.do(event) if isinstance(effect, ev.Answer) and effect.op == op]
             if crowded:
                 assert [(a.resident, a.reason) for a in answers] == [(0, Reason.BUDGET)]

@@ -47,7 +47,6 @@ class Machine(Questions, RuleBasedStateMachine):
                 {"prepared_share": 0.1},
                 {"prepared_share": 0.9, "engine_share": 0.9},
                 {"engine_share": 0.1},
-                {"speculative_share": 0.1},
                 {"credit_share": 0.08},
                 {"max_objects": 4},
                 {"max_objects": 9},
@@ -234,7 +233,7 @@ class Machine(Questions, RuleBasedStateMachine):
         self.finish()
         assert self.core.storage.pending == self.core.storage.queued_writes == self.core.storage.reads.bytes == 0
         assert not self.core.storage.reads.queued
-        assert not self.core.queries._waiters
+        assert not self.core.operations._waiters
         assert self.core.accounts()["free_pages"] == self.core.arena.total
         assert not self.core.catalogue.indexes
         again = Core(PAGE, PAGES * PAGE, Limits(**LIMITS))  # type: ignore[arg-type]

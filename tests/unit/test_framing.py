@@ -83,7 +83,7 @@ MESSAGES = [
     wire.Close(1),
     wire.Query(1, 1, 2, 3, b"k" * 64),
     wire.Lookup(1, ((1, b"k" * 64), (2, b""))),
-    wire.Prepare(1, 2, ((1, b"k" * 64),), True, ((2, b"k" * 32),)),
+    wire.Prepare(1, 2, ((1, b"k" * 64),), ((2, b"k" * 32),)),
     wire.Cut(1, 2, b"k" * 32, 14),
     wire.Hurry(1, 2),
     wire.Started((1, 2)),

@@ -133,8 +133,7 @@ class Close:
 class Query:
     """How many leading keys of this chain can be restored? Lease those from index ``skip`` on, under ``op``.
 
-    What is in a log alone is read first. A greater ``revision`` of an operation replaces the smaller one; with
-    ``extend`` its chain is the former's, followed by ``keys``. ``ahead`` of need it may take less.
+    What is in a log alone is read first. A greater ``revision`` of an operation replaces the smaller one.
     """
 
     session: int
@@ -143,8 +142,6 @@ class Query:
     space: int
     skip: int
     keys: bytes
-    extend: bool = False
-    ahead: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,7 +168,6 @@ class Prepare:
     op: int
     revision: int
     parts: tuple[tuple[int, bytes], ...]
-    ahead: bool = False
     used: tuple[tuple[int, bytes], ...] = ()
 
 

@@ -21,8 +21,6 @@ class Limits:
     """Bytes that are leased or on their way from a log, of all engines. The rest is kept for publishing."""
     engine_share: float = 0.75
     """The same of one engine, counting what it was the first to lease."""
-    speculative_share: float = 0.25
-    """Of each of the two, what questions asked ahead of need may take."""
     credit_share: float = 0.25
     """Bytes granted to publish into, of all engines together."""
     lost_share: float = 0.5

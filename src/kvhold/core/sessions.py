@@ -46,7 +46,6 @@ class Operation:
     id: int
     revision: int
     exact: bool  # all or nothing
-    ahead: bool
     parts: list[Part] = field(default_factory=list)
     phase: Phase = Phase.MATCHING
     offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # of what is leased, in order
@@ -56,8 +55,12 @@ class Operation:
     read: list[int] = field(default_factory=list)  # rows that had to be waited for
     asked: int = 0
     lacked: tuple[int, int] | None = None  # block_of and fingerprint of the first key that it did not get
-    keys: bytes = b""  # while they are being matched
     reason: Reason = Reason.NONE
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over, or nobody may decide for it any more."""
+        return self.phase is Phase.OVER or self.attachment.broken
 
 
 @dataclass(slots=True)
@@ -99,7 +102,6 @@ class Attachment:
     wanting: int = 0  # its spaces that want credits
     asked: int = 0  # keys that its operations name
     prepared: int = 0  # bytes that its operations are charged with
-    ahead: int = 0  # of those, bytes asked for ahead of need
 
     @property
     def held_bytes(self) -> int:

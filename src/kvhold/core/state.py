@@ -5,7 +5,8 @@ amount of work; what is longer is left as a resumable piece, of which :meth:`Cor
 be carried out in order; bytes are exposed only after the change that protects them.
 
 Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``catalogue``, ``sessions``, ``turns``, ``credits``,
-``queries``, ``segments``, ``devices``, ``reads``, ``writes``, ``storage``, then this file.
+``segments``, ``devices``, ``reads``, ``writes``, ``storage``, ``budgets``, ``operations``, ``matching``, then this
+file.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
+from kvhold.core.budgets import Budgets
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.common import Common
 from kvhold.core.credits import Credits
@@ -20,7 +22,8 @@ from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.explain import explain
 from kvhold.core.limits import Limits
 from kvhold.core.listing import listing
-from kvhold.core.queries import Queries
+from kvhold.core.matching import Matching
+from kvhold.core.operations import Operations
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Session
 from kvhold.core.story import Kind
@@ -49,8 +52,10 @@ class Core:
         self.counters: Counter[str] = self.common.counters
         self.attachments: dict[int, Attachment] = self.common.attachments
         self.sessions: dict[int, Session] = self.common.sessions
-        self.queries = Queries(self.common)
-        self.storage = self.queries.storage
+        self.budgets = Budgets(self.common)
+        self.operations = Operations(self.common, self.budgets)
+        self.storage = self.operations.storage
+        self.matching = Matching(self.common, self.operations, self.budgets)
         self.credits = Credits(self.common, self.storage)
         self._current: dict[str, Attachment] = {}
         self._next_attachment = 1
@@ -71,29 +76,29 @@ class Core:
         common = self.common
         match event:
             case ev.Query():
-                return common.start(self.queries.query(event), event.session, question=True)
+                return common.start(self.matching.query(event), event.session, question=True)
             case ev.Commit():
                 return self.credits.commit(event)
             case ev.Release():
-                return common.start(self.queries.release(event), event.session)
+                return common.start(self.operations.release(event), event.session)
             case ev.Cut():
-                return self.queries.cut(event)
+                return self.matching.cut(event)
             case ev.Started():
-                self.queries.started(event)
+                self.operations.started(event)
             case ev.Done():
                 return self.storage.done(event) + self._forgotten(event)
             case ev.Tick():
-                return self.queries.tick(event)
+                return self.operations.tick(event)
             case ev.Return():
                 return self.credits.give_back(event)
             case ev.Hurry():
-                return common.start(self.queries.hurry(event), event.session, question=True)
+                return common.start(self.operations.hurry(event), event.session, question=True)
             case ev.Lookup():
-                return common.start(self.queries.lookup(event), event.session, question=True)
+                return common.start(self.matching.lookup(event), event.session, question=True)
             case ev.Prepare():
-                return common.start(self.queries.prepare(event), event.session, question=True)
+                return common.start(self.matching.prepare(event), event.session, question=True)
             case ev.Spoiled():
-                return common.start(self.queries.spoiled(event), event.session)
+                return common.start(self.operations.spoiled(event), event.session)
             case ev.Open():
                 return self.credits.open(event)
             case ev.Close():
@@ -159,7 +164,7 @@ class Core:
     @property
     def next_deadline(self) -> int | None:
         """When to send a :class:`~kvhold.core.events.Tick`; None if nothing waits for time alone."""
-        ends = [self.queries.next_deadline, self.storage.next_deadline]
+        ends = [self.operations.next_deadline, self.storage.next_deadline]
         return min((end for end in ends if end is not None), default=None)
 
     # --- sessions -----------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ class Core:
     def _settle(self, attachment: Attachment) -> Work:
         """All of the attachment's owners are gone for certain: what it held is free."""
         credits = self.credits.detach(attachment)
-        yield from self.queries.settle(attachment)
+        yield from self.operations.settle(attachment)
         for start in range(0, len(credits), ev.MAX_BATCH):
             for row in credits[start : start + ev.MAX_BATCH]:
                 self.catalogue.free(row)

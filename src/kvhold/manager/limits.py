@@ -14,7 +14,6 @@ from kvhold.units import LEAST_WRITE_RATE, exact_size, format_size
 CHANGEABLE = (
     "prepared_share",
     "engine_share",
-    "speculative_share",
     "credit_share",
     "lost_share",
     "max_objects",

@@ -58,19 +58,19 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
     match message:
         case wire.Mapped():
             return ev.Mapped(session)
-        case wire.Query(op, revision, space, skip, keys, extend, ahead):
+        case wire.Query(op, revision, space, skip, keys):
             _check_numbers(op, revision)
             if not 0 <= skip <= ev.MAX_QUERY_KEYS or len(keys) > ev.MAX_QUERY_KEYS * MAX_KEY_BYTES:
                 raise wire.ProtocolError(f"query of {len(keys)} bytes from {skip}")
-            return ev.Query(session, op, revision, space, skip, keys, extend, ahead)
+            return ev.Query(session, op, revision, space, skip, keys)
         case wire.Lookup(op, parts):
             _check_numbers(op)
             _check_parts(parts)
             return ev.Lookup(session, op, parts)
-        case wire.Prepare(op, revision, parts, ahead, used):
+        case wire.Prepare(op, revision, parts, used):
             _check_numbers(op, revision)
             _check_parts((*parts, *used))
-            return ev.Prepare(session, op, revision, parts, ahead, used)
+            return ev.Prepare(session, op, revision, parts, used)
         case wire.Cut(op, space, key, position):
             _check_numbers(op)
             if not 0 < len(key) <= MAX_KEY_BYTES or not 0 <= position < MAX_NUMBER:

@@ -11,7 +11,7 @@ MAX_KEYS = 65_536
 """Keys in one query."""
 MAX_OPS = 4096
 """Operations in one release: as many as one engine may have."""
-VERSION = 5
+VERSION = 6
 """Version of the protocol; both sides must speak the same."""
 PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)
 """What a client sends before its first frame."""

@@ -71,8 +71,6 @@ class Query(_Message):
     space: int
     skip: int
     keys: bytes
-    extend: bool = False
-    ahead: bool = False
 
 
 class Lookup(_Message):
@@ -84,7 +82,6 @@ class Prepare(_Message):
     op: int
     revision: int
     parts: _Parts
-    ahead: bool = False
     used: _Parts = ()
 
 

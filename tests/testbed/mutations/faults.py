@@ -152,23 +152,23 @@ FAULTS: Final = (
     # --- questions
     Fault(
         "an answer of an old revision is given",
-        "_end",
+        "Operations.end",
         "operation.phase = Phase.OVER",
         "",
         "an old revision is not answered",
     ),
     Fault(
         "an old revision keeps its leases",
-        "_replace",
-        "self._end(former, Kind.SUPERSEDED)",
+        "begin",
+        "self.end(former, Kind.SUPERSEDED)",
         "None",
         "a new revision releases what the old one held",
     ),
     Fault(
         "a part of a prepared whole is an answer",
         "_conclude",
-        "reason or cut is not None",
-        "cut is not None",
+        "if reason:\n    resident, offsets = _",
+        "if cut is not None:\n    resident, offsets = 0, array(\"Q\")",
         "all or nothing",
     ),
     Fault(
@@ -245,35 +245,28 @@ FAULTS: Final = (
     # --- budgets
     Fault(
         "the share of prepared bytes is ignored",
-        "_room",
-        "min(int(all_may) - held, _)",
-        "int(own_may) - operation.attachment.prepared",
+        "room",
+        "int(limits.prepared_share * total) - held",
+        "total",
         "prepared bytes are bounded",
     ),
     Fault(
         "an engine's share is ignored",
-        "_room",
-        "min(int(all_may) - held, _)",
-        "int(all_may) - held",
+        "room",
+        "int(limits.engine_share * total) - attachment.prepared",
+        "total",
         "one engine's prepared bytes are bounded",
     ),
     Fault(
-        "the speculative share is ignored",
-        "_room",
-        "operation.ahead",
-        "False",
-        "what is asked ahead of need is bounded",
-    ),
-    Fault(
         "a charge is not returned",
-        "_end",
-        "self._charge(operation, -operation.charged)",
+        "Operations.end",
+        "_.charge(operation, -operation.charged)",
         "",
         "every charge is returned once",
     ),
     Fault(
         "the number of open questions is not bounded",
-        "_open",
+        "crowded",
         "attachment.answering - pending >= limits.queries",
         "False",
         "questions of one engine are bounded",
@@ -301,7 +294,7 @@ FAULTS: Final = (
     ),
     Fault(
         "the keys of one engine's questions are not bounded",
-        "_open",
+        "crowded",
         "named > limits.keys",
         "False",
         "what one engine's questions take is bounded",
@@ -367,7 +360,7 @@ FAULTS: Final = (
     # --- reads
     Fault(
         "what is skipped is leased and read",
-        "query",
+        "_match_chain",
         "max(0, part.skip - start)",
         "0",
         "what was not chosen is not read",

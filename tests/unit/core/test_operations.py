@@ -8,7 +8,6 @@ from core_world import NAMESPACE, PAGE, SLOT, Engine, World, chain, offsets_of
 from kvhold.core import events as ev
 from kvhold.core.events import Answer, Gone, Reason, Refuse
 from kvhold.core.limits import SECOND, Limits, Quota
-from kvhold.core.rows import State
 
 OTHER = b"o" * 32
 
@@ -47,63 +46,6 @@ class TestRevisions:
         told = world.settle(engine.query_event(keys[:3], op=1, revision=2))
         assert [(answer.revision, answer.resident) for answer in answers(told)] == [(2, 3)]
         assert world.accounts["leased"] == 3 * SLOT
-
-    def test_an_extension_keeps_the_leases_without_a_gap(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(ev, "MAX_BATCH", 2)
-        world, engine, keys = stored(8)
-        before = offsets_of(engine.query(keys[:6], op=1))
-        world.handle(engine.query_event(keys[6:], op=1, revision=2, extend=True))
-        while not (came := answers(world.told[-1:])) or came[0].revision != 2:
-            states = world.core.catalogue.state
-            index = world.core.catalogue.find(NAMESPACE, 0)
-            assert index is not None
-            assert all(states[index.get(key)] == State.LEASED for key in keys[:6]), "it could be evicted"
-            world.step()
-        assert came[0].resident == 8
-        assert offsets_of(came[0])[:6] == before
-        world.run()
-        assert world.accounts["leased"] == 8 * SLOT
-        engine.release(1, revision=2)
-        assert "leased" not in world.accounts
-
-    @pytest.mark.parametrize("steps", range(6))
-    def test_extensions_of_what_is_still_matched_add_up(self, steps: int, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(ev, "MAX_BATCH", 2)
-        world, engine, keys = stored(9)
-        whole = offsets_of(engine.query(keys, op=9))
-        engine.query(keys[:2], op=1)
-        world.handle(engine.query_event(keys[2:7], op=1, revision=2, extend=True))
-        for _ in range(steps):
-            world.step()
-        told = world.settle(engine.query_event(keys[7:], op=1, revision=3, extend=True))
-        (answer,) = [answer for answer in answers(told) if answer.revision == 3]
-        assert (answer.resident, offsets_of(answer)) == (9, whole)
-
-    def test_an_extension_of_a_short_answer_stays_as_short(self):
-        _, engine, keys = stored(4)
-        assert engine.query([*keys, b"unknown."], op=1).resident == 4
-        answer = engine.query(chain(2, "b"), op=1, revision=2, extend=True)
-        assert (answer.resident, answer.reason) == (4, Reason.NOT_STORED)
-
-    def test_an_extension_that_leases_less_pays_less(self):
-        world, engine, keys = stored(6)
-        engine.query(keys[:4], op=1)
-        answer = engine.query(keys[4:], skip=3, op=1, revision=2, extend=True)
-        assert (answer.resident, len(offsets_of(answer))) == (6, 3)
-        assert world.core.attachments[1].prepared == world.accounts["leased"] == 3 * SLOT
-
-    @pytest.mark.parametrize("former", ["nothing", "prepared", "elsewhere"])
-    def test_an_extension_of_no_chain_finds_nothing(self, former: str):
-        world, engine, keys = stored(4)
-        engine.open(1, group=1)
-        engine.commit(chain(1), 1)
-        if former == "prepared":
-            engine.prepare((0, keys[:2]), op=1)
-        elif former == "elsewhere":
-            engine.query(chain(1), 1, op=1)
-        answer = engine.query(keys[2:], op=1, revision=2, extend=True)
-        assert (answer.resident, answer.reason) == (0, Reason.NOT_STORED)
-        assert "leased" not in world.accounts
 
     def test_what_is_being_restored_cannot_be_asked_anew(self):
         world, engine, keys = stored()
@@ -293,17 +235,6 @@ class TestBudgets:
         assert one.query(keys, op=1).resident == 4
         assert two.query(keys[4:], op=1).resident == 4
         assert one.query(keys[4:10]).resident == 4, "what another holds costs nothing"
-
-    def test_what_is_asked_ahead_of_need_is_kept_to_a_part_of_that(self):
-        world, engine, keys = stored(14, pages=4, limits=Limits(speculative_share=0.25))
-        ahead = engine.query(keys, op=1, ahead=True)
-        assert (ahead.resident, ahead.reason) == (3, Reason.BUDGET)
-        assert engine.query(keys[3:], op=2, ahead=True).resident == 0
-        assert engine.query(keys, op=3).resident == 12
-        (answer,) = engine.prepare((0, keys[:4]), op=4, ahead=True)
-        assert answer.reason is Reason.TOO_LARGE
-        engine.release(1, 3)
-        assert world.core.queries.ahead == 0
 
     def test_a_budget_below_what_is_in_use_takes_nothing_away(self):
         world, engine, keys = stored(14, pages=4)
@@ -521,8 +452,8 @@ class TestManyKeys:
         assert engine.query(keys, op=5).resident == 12
         engine.release(3, 5)
         assert engine.query(keys[:4], op=6).resident == 4
-        assert engine.query(keys[4:], op=6, revision=2, extend=True).resident == 12
-        assert engine.query(keys[:9], op=7).reason is Reason.BUDGET, "what was extended is named by its successor"
+        assert engine.query(keys, op=6, revision=2).resident == 12
+        assert engine.query(keys[:9], op=7).reason is Reason.BUDGET, "a revision's keys take the place of the former's"
 
 
 class TestExplain:

@@ -195,7 +195,7 @@ class TestCancel:
         world.settle(engine.query_event(keys[4:], op=3))
         told = answers(world.finish())
         assert [(answer.op, answer.resident) for answer in told] == [(1, 4), (3, 4)]
-        assert not world.core.queries._waiters
+        assert not world.core.operations._waiters
 
     def test_what_was_begun_stays_charged_until_it_ends(self):
         world, engine, keys = logged()
@@ -245,17 +245,6 @@ class TestFailedReads:
         (answer,) = answers(world.complete(Read, failing=[3]))
         assert answer == Answer(engine.scheduler, 1, 1, 0, b"", Reason.READ_FAILED)
         assert not {"leased", "loading", "doomed"} & world.accounts.keys()
-
-    def test_an_extension_knows_of_what_failed_before_it(self):
-        world, engine, keys = logged(6, limits=Limits(read_bytes=1))
-        other = world.engine("other")
-        world.settle(other.query_event(keys[1:2], op=1))
-        world.settle(engine.query_event(keys[:4], op=1))
-        world.complete(Read, failing=[0])
-        assert world.flying(Read), "the others are still to come"
-        world.settle(engine.query_event(keys[4:], op=1, revision=2, extend=True))
-        (answer,) = [answer for answer in answers(world.finish()) if answer.session == engine.scheduler]
-        assert (answer.revision, answer.resident, answer.reason) == (2, 1, Reason.READ_FAILED)
 
     def test_a_deadline_cuts_the_answer_while_the_slots_stay_charged(self):
         world, engine, keys = logged(limits=Limits(answer_ns=SECOND))

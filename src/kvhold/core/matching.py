@@ -1,0 +1,319 @@
+"""Questions: which of the keys that they name are there, and taking those that are under lease, slice by slice.
+
+How a question ends, answered or not, is in ``operations``.
+"""
+
+from collections.abc import Generator, Sequence
+
+from kvhold.core import events as ev
+from kvhold.core.budgets import Budgets
+from kvhold.core.catalogue import Index
+from kvhold.core.common import Common, split
+from kvhold.core.events import Effect, Reason
+from kvhold.core.operations import Operations, name_of
+from kvhold.core.rows import State
+from kvhold.core.sessions import Attachment, Operation, Part, Phase
+from kvhold.core.story import Kind, block_of, fingerprint
+from kvhold.core.turns import Work
+
+Matched = Generator[list[Effect], None, Reason]
+"""Work in slices that ends with why there is no more."""
+
+
+class Matching:
+    def __init__(self, common: Common, operations: Operations, budgets: Budgets) -> None:
+        self._common = common
+        self._catalogue = common.catalogue
+        self._operations = operations
+        self._budgets = budgets
+        self._storage = operations.storage
+
+    # --- a chain's longest prefix -------------------------------------------------------------------------------
+
+    def query(self, event: ev.Query) -> Work:
+        """Match the chain in slices, leasing as it goes; answer; then mark it as used just now, its end first."""
+        operation = self._open(event, ((event.space, event.keys),), ())
+        if not isinstance(operation, Operation):
+            yield operation
+            return
+        index = operation.attachment.spaces[event.space].index
+        part = Part(index, event.skip, asked=len(event.keys) // index.key_bytes)
+        replaced = self._operations.begin(operation, [part])
+        self._budgets.count_keys(operation, part.asked)
+        if replaced is not None:
+            yield replaced
+        self._operations.note(operation, Kind.ASKED, operation.asked)
+        reason = yield from self._match_chain(operation, part, event.keys)
+        if operation.ended:
+            return
+        rows = part.rows
+        yield self._operations.matched(operation, reason)
+        yield from self._touch(rows, index)
+
+    def _match_chain(self, operation: Operation, part: Part, keys: bytes) -> Matched:
+        """Lease the leading keys, from ``part.skip`` on, as far as they are there and may be had."""
+        reason, index, width = Reason.NONE, part.index, part.index.key_bytes
+        for start in range(0, part.asked, ev.MAX_BATCH):
+            if operation.ended:
+                break  # who ended it ends its leases
+            batch = split(keys[start * width : (start + ev.MAX_BATCH) * width], width)
+            found = _leading(index, batch)
+            if len(found) < len(batch):
+                reason = Reason.NOT_STORED
+                self._missing(operation, batch[len(found)], start + len(found))
+            skipped = max(0, part.skip - start)
+            held, short = self._hold(operation, part, found[skipped:])
+            part.rows += found[: skipped + held]
+            reason = short or reason
+            if reason:
+                position = len(part.rows)
+                operation.lacked = name_of(index, position, keys[position * width : (position + 1) * width])
+            if reason or start + ev.MAX_BATCH >= part.asked:
+                break
+            yield []
+        return reason
+
+    # --- exactly these ------------------------------------------------------------------------------------------
+
+    def prepare(self, event: ev.Prepare) -> Work:
+        """Lease exactly these objects, part by part; the first that cannot be had ends it. What is used is marked last.
+
+        So it is more recent than what was asked for, which follows it in its chain.
+        """
+        operation = self._open(event, event.parts, event.used)
+        if not isinstance(operation, Operation):
+            yield operation
+            return
+        spaces = operation.attachment.spaces
+        work = [(spaces[number].index, keys) for number, keys in event.parts]
+        used = [(spaces[number].index, keys) for number, keys in event.used]
+        replaced = self._operations.begin(operation, [])
+        if replaced is not None:
+            yield replaced
+        reason = yield from self._match_all(operation, work)
+        if operation.ended:
+            return
+        parts = [(part.rows, part.index) for part in operation.parts]
+        yield self._operations.matched(operation, reason)
+        for rows, index in parts:
+            yield from self._touch(rows, index)
+            if rows:
+                yield []
+        for index, keys in used:
+            yield from self._mark(index, keys)
+
+    def _match_all(self, operation: Operation, work: Sequence[tuple[Index, bytes]]) -> Matched:
+        """Lease all of these keys; after the first that cannot be had nothing more is leased."""
+        self._budgets.count_keys(operation, sum(len(keys) // index.key_bytes for index, keys in work))
+        self._operations.note(operation, Kind.ASKED, operation.asked)
+        reason = self._budgets.too_large(sum(len(keys) // index.key_bytes * index.size for index, keys in work))
+        for index, keys in work:
+            part, width = Part(index, asked=len(keys) // index.key_bytes), index.key_bytes
+            operation.parts.append(part)
+            for start in range(0, part.asked, ev.MAX_BATCH):
+                if reason or operation.ended:
+                    break
+                batch = split(keys[start * width : (start + ev.MAX_BATCH) * width], width)
+                reason = self._match_batch(operation, part, batch, start)
+                yield []
+        return reason
+
+    def _match_batch(self, operation: Operation, part: Part, batch: Sequence[bytes], start: int) -> Reason:
+        """Lease these keys, the first of which is at ``start`` of its part."""
+        found = _leading(part.index, batch)
+        held = len(found)
+        if held == len(batch):
+            held, reason = self._hold(operation, part, found)
+            part.rows += found[:held]
+        else:
+            reason = Reason.NOT_STORED
+            self._missing(operation, batch[held], start + held)
+        if reason and reason is not Reason.BUDGET:  # which is of all of them
+            operation.lacked = name_of(part.index, start + held, batch[held])
+        return reason
+
+    # --- what changes nothing -----------------------------------------------------------------------------------
+
+    def cut(self, event: ev.Cut) -> list[Effect]:
+        """Leave word of it with the key and with the operation, which may be over: one that found nothing is."""
+        attachment = self._common.speaker(event.session)
+        space = attachment.spaces.get(event.space) if attachment is not None else None
+        if space is None:
+            return []
+        index, mark = space.index, fingerprint(event.key)
+        if len(event.key) != index.key_bytes:
+            return [ev.Refuse(event.session, f"operation {event.op}: keys are torn")]
+        where = block_of(index.group, event.position)
+        self._common.story.note(Kind.CUT, mark, event.session, event.op, where)
+        self._common.story.note(Kind.CUT_SHORT, event.op, event.session, where, mark)
+        return []
+
+    def lookup(self, event: ev.Lookup) -> Work:
+        """Where the keys are. Changes nothing."""
+        attachment = self._common.speaker(event.session)
+        if attachment is not None and (wrong := _nonsense(attachment, event.op, event.parts)):
+            yield [ev.Refuse(event.session, wrong)]
+            return
+        tiers: list[bytes] = []
+        for number, keys in event.parts:
+            space = attachment.spaces.get(number) if attachment is not None and attachment.ready else None
+            if space is None:
+                tiers.append(b"")
+                continue
+            index, state, here = space.index, self._catalogue.state, bytearray()
+            for start in range(0, len(keys), ev.MAX_BATCH * index.key_bytes):
+                for key in split(keys[start : start + ev.MAX_BATCH * index.key_bytes], index.key_bytes):
+                    row = index.get(key)
+                    here.append(0 if row is None else 1 if state[row] <= State.LEASED else 2)
+                yield []
+            tiers.append(bytes(here))
+        yield [ev.Residency(event.session, event.op, tuple(tiers))]
+
+    # --- before a question --------------------------------------------------------------------------------------
+
+    def _open(
+        self, event: ev.Query | ev.Prepare, asked: Sequence[tuple[int, bytes]], used: Sequence[tuple[int, bytes]]
+    ) -> Operation | list[Effect]:
+        """A new operation for an event that makes sense and is within budget; else what to say to it."""
+        attachment, named = self._common.speaker(event.session), (*asked, *used)
+        self._common.counters["queries"] += 1
+        if attachment is None or not attachment.ready:
+            return self._instead(event, None, Reason.DETACHED)
+        if wrong := _nonsense(attachment, event.op, named):
+            return [ev.Refuse(event.session, wrong)]
+        former = attachment.operations.get(event.op)
+        if former is not None and former.revision >= event.revision:
+            self._common.counters["stale"] += 1
+            return []
+        if former is not None and former.phase is Phase.STARTED:
+            return [ev.Refuse(event.session, f"operation {event.op} is being restored and cannot be asked anew")]
+        if any(number not in attachment.spaces for number, _ in named):
+            return self._instead(event, former, Reason.DETACHED)
+        counts = [(index := attachment.spaces[number].index, len(keys) // index.key_bytes) for number, keys in asked]
+        keys = sum(count for _, count in counts)
+        if self._budgets.crowded(attachment, former, keys):
+            for index, count in counts:
+                index.asked += count
+            self._common.counters["keys_asked"] += keys
+            self._common.counters["keys_budget"] += keys
+            return self._instead(event, former, Reason.BUDGET)
+        exact = isinstance(event, ev.Prepare)
+        return Operation(attachment, event.session, event.op, event.revision, exact)
+
+    def _instead(self, event: ev.Query | ev.Prepare, former: Operation | None, reason: Reason) -> list[Effect]:
+        """The question is answered with nothing at once; a ``former`` revision of it is over all the same."""
+        answer = ev.Answer(event.session, event.op, event.revision, 0, b"", reason)
+        if former is None:
+            return [*self._common.departed(), answer]
+        return [*self._operations.end(former, Kind.SUPERSEDED), *self._common.departed(), answer]
+
+    # --- taking under lease -------------------------------------------------------------------------------------
+
+    def _hold(self, operation: Operation, part: Part, rows: Sequence[int]) -> tuple[int, Reason]:
+        """Lease ``rows``, and have those read that are in a log alone, as far as that goes from the first on."""
+        size, room, reason = part.index.size, self._budgets.room(operation.attachment), Reason.NONE
+        if len(rows) * size > room and (count := self._budgets.affordable(rows, size, room)) < len(rows):
+            rows, reason = rows[:count], Reason.BUDGET
+            if operation.exact:
+                return 0, reason  # nothing is read for what cannot be had whole
+        if not self._catalogue.cold and not self._catalogue.bytes[State.LOADING]:
+            cost = self._catalogue.lease(rows)
+        else:
+            rows, short, cost = self._hold_cold(operation, rows)
+            reason = short or reason
+        self._budgets.charge(operation, cost)
+        offset = self._catalogue.offset
+        operation.offsets.extend([offset[row] for row in rows])
+        return len(rows), reason
+
+    def _hold_cold(self, operation: Operation, rows: Sequence[int]) -> tuple[Sequence[int], Reason, int]:
+        """The same where some may have to be read: those that are held now, why not the others, and the bytes."""
+        catalogue, state, size = self._catalogue, self._catalogue.state, self._catalogue.size
+        rows, reason = self._not_hanging(rows)
+        warm = [position for position, row in enumerate(rows) if state[row] != State.COLD]
+        cost = catalogue.lease([rows[position] for position in warm])  # before room is made for the others
+        for position in sorted(set(range(len(rows))).difference(warm)) if len(warm) < len(rows) else ():
+            row = rows[position]
+            if state[row] == State.COLD:  # and not LOADING, because it is named twice
+                if short := self._load(row):
+                    reason = short
+                    catalogue.release([rows[later] for later in warm if later > position])
+                    rows = rows[:position]
+                    cost = min(cost, sum(size[row] for row in rows))
+                    break
+                cost += size[row]
+            catalogue.lease([row])
+        for row in rows:
+            if state[row] == State.LOADING:
+                self._operations.wait_for(operation, row)
+        return rows, reason, cost
+
+    def _not_hanging(self, rows: Sequence[int]) -> tuple[Sequence[int], Reason]:
+        """The leading ``rows`` of which none waits for a read that hangs, and why not the others."""
+        state, reads = self._catalogue.state, self._storage.reads
+        for position, row in enumerate(rows):
+            if state[row] == State.LOADING and not reads.in_service(row):
+                return rows[:position], Reason.OUT_OF_SERVICE
+        return rows, Reason.NONE
+
+    def _load(self, row: int) -> Reason:
+        """Have a COLD row read, or say why that cannot be."""
+        reads = self._storage.reads
+        if not reads.readable(row):
+            return Reason.NOT_STORED
+        if not reads.in_service(row):
+            return Reason.OUT_OF_SERVICE
+        if not self._catalogue.fill(row):
+            return Reason.BUDGET
+        reads.read(row)
+        return Reason.NONE
+
+    # --- marking as used ----------------------------------------------------------------------------------------
+
+    def _touch(self, rows: Sequence[int], index: Index) -> Work:
+        """A chain was used just now, its end first."""
+        for end in range(len(rows), 0, -ev.MAX_BATCH):
+            start = max(0, end - ev.MAX_BATCH)
+            self._catalogue.touch(rows[start:end], index)
+            self._storage.writes.touched(rows, start, end)
+            if start:
+                yield []
+
+    def _mark(self, index: Index, keys: bytes) -> Work:
+        """Those of a chain's keys that are stored were used just now, its end first."""
+        width, catalogue, writes = index.key_bytes, self._catalogue, self._storage.writes
+        for end in range(len(keys) // width, 0, -ev.MAX_BATCH):
+            start = max(0, end - ev.MAX_BATCH)
+            before = max(0, start - 1)
+            named = split(keys[before * width : end * width], width)
+            found = [(at, row) for at in range(start, end) if (row := index.get(named[at - before])) is not None]
+            catalogue.touch([row for _, row in found], index)
+            for at, row in found:
+                writes.touched_one(row, named[at - before - 1] if at else b"", at)
+            yield []
+
+    def _missing(self, operation: Operation, key: bytes, position: int) -> None:
+        self._common.story.note(Kind.MISSING, fingerprint(key), operation.session, operation.id, position)
+
+
+def _leading(index: Index, keys: Sequence[bytes]) -> list[int]:
+    """The rows of the leading ones of ``keys`` that are there."""
+    maps, found = index.maps, list[int]()
+    try:
+        for key in keys:
+            found.append(maps[key[-1]][key])
+    except KeyError:
+        pass
+    return found
+
+
+def _nonsense(attachment: Attachment, op: int, parts: Sequence[tuple[int, bytes]]) -> str:
+    """What is wrong with keys that cannot be meant; nothing is said of spaces that are not open."""
+    asked = 0
+    for number, keys in parts:
+        space = attachment.spaces.get(number)
+        count, torn = divmod(len(keys), space.index.key_bytes) if space is not None else (0, 0)
+        asked += count
+        if torn:
+            return f"operation {op}: keys are torn"
+    return f"operation {op} names {asked} keys, more than {ev.MAX_QUERY_KEYS}" if asked > ev.MAX_QUERY_KEYS else ""
