@@ -27,21 +27,17 @@ class Budgets:
         named = attachment.asked + keys - (former.asked if former is not None else 0)
         return crowded or len(attachment.operations) - replaced >= limits.operations or named > limits.keys
 
-    def asked(self, attachment: Attachment) -> None:
-        """A question is to be answered."""
-        attachment.answering += 1
+    def asked(self, operation: Operation, keys: int) -> None:
+        """A question is to be answered, and names so many ``keys`` until it is over."""
+        operation.asked = keys
+        operation.attachment.asked += keys
+        operation.attachment.answering += 1
         self.answering += 1
 
     def answered(self, attachment: Attachment) -> None:
         """A question is not to be answered any more."""
         attachment.answering -= 1
         self.answering -= 1
-
-    @staticmethod
-    def count_keys(operation: Operation, keys: int) -> None:
-        """The operation names so many keys, from now until it is over."""
-        operation.asked = keys
-        operation.attachment.asked += keys
 
     @staticmethod
     def charge(operation: Operation, size: int) -> None:

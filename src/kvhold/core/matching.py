@@ -38,8 +38,8 @@ class Matching:
             return
         index = operation.attachment.spaces[event.space].index
         part = Part(index, event.skip, asked=len(event.keys) // index.key_bytes)
-        replaced = self._operations.begin(operation, [part])
-        self._budgets.count_keys(operation, part.asked)
+        operation.parts = [part]
+        replaced = self._operations.begin(operation, part.asked)
         if replaced is not None:
             yield replaced
         self._operations.note(operation, Kind.ASKED, operation.asked)
@@ -87,7 +87,7 @@ class Matching:
         spaces = operation.attachment.spaces
         work = [(spaces[number].index, keys) for number, keys in event.parts]
         used = [(spaces[number].index, keys) for number, keys in event.used]
-        replaced = self._operations.begin(operation, [])
+        replaced = self._operations.begin(operation, sum(len(keys) // index.key_bytes for index, keys in work))
         if replaced is not None:
             yield replaced
         reason = yield from self._match_all(operation, work)
@@ -104,7 +104,6 @@ class Matching:
 
     def _match_all(self, operation: Operation, work: Sequence[tuple[Index, bytes]]) -> Matched:
         """Lease all of these keys; after the first that cannot be had nothing more is leased."""
-        self._budgets.count_keys(operation, sum(len(keys) // index.key_bytes for index, keys in work))
         self._operations.note(operation, Kind.ASKED, operation.asked)
         reason = self._budgets.too_large(sum(len(keys) // index.key_bytes * index.size for index, keys in work))
         for index, keys in work:

@@ -35,12 +35,11 @@ class Operations:
         self._unheard: Timer[Operation] = Timer()  # whose lease is over, were it known what its owner has said
         self._restores: Timer[Operation] = Timer()
 
-    def begin(self, operation: Operation, parts: list[Part]) -> list[Effect] | None:
-        """It is asked, instead of a former revision, if any: what follows from that one's end, else None."""
+    def begin(self, operation: Operation, keys: int) -> list[Effect] | None:
+        """So many keys are asked for, instead of a former revision: what follows from that one's end; None without."""
         attachment = operation.attachment
         former = attachment.operations.get(operation.id)
-        self._budgets.asked(attachment)
-        operation.parts = parts
+        self._budgets.asked(operation, keys)
         attachment.operations[operation.id] = operation
         return self.end(former, Kind.SUPERSEDED) if former is not None else None
 

@@ -168,7 +168,7 @@ FAULTS: Final = (
         "a part of a prepared whole is an answer",
         "_conclude",
         "if reason:\n    resident, offsets = _",
-        "if cut is not None:\n    resident, offsets = 0, array(\"Q\")",
+        'if cut is not None:\n    resident, offsets = 0, array("Q")',
         "all or nothing",
     ),
     Fault(

@@ -455,6 +455,18 @@ class TestManyKeys:
         assert engine.query(keys, op=6, revision=2).resident == 12
         assert engine.query(keys[:9], op=7).reason is Reason.BUDGET, "a revision's keys take the place of the former's"
 
+    def test_a_question_that_ends_while_it_replaces_another_names_no_keys_any_more(
+        self, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(ev, "MAX_BATCH", 2)
+        world, engine, keys = stored(6)
+        engine.query(keys, op=1)
+        named = ((0, b"".join(keys)),)
+        world.handle(ev.Prepare(engine.scheduler, 1, 2, named))
+        engine.release(1, revision=2)
+        assert world.core.attachments[1].asked == 0
+        assert "leased" not in world.accounts
+
 
 class TestExplain:
     def explain(self, world: World, session: int = 1, **what: Any) -> str:
