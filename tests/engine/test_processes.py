@@ -64,36 +64,6 @@ def test_two_engines_at_once_share_one_manager(llama_dir: Path, manager: Manager
     until(lambda: status(manager.socket)["accounts"]["credit"] == 0, "nothing is held")
 
 
-def test_tensor_parallel_ranks(llama_dir: Path, manager: Manager) -> None:
-    """Two ranks, each with its own part of every object; the answer is that of the same engine without kvhold."""
-    options = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
-    plain = EngineProcess(llama_dir, connector=None, enable_prefix_caching=False, **options)
-    plain.ready()
-    expected = [plain.generate([tokens])[0] for tokens in PROMPTS]
-    assert plain.close() == 0
-    first = EngineProcess(llama_dir, connector=connect(manager), **options)
-    first.ready()
-    report = status(manager.socket)
-    assert sorted((s["role"], s["rank"]) for s in report["sessions"]) == [
-        ("scheduler", 0),
-        ("worker", 0),
-        ("worker", 1),
-    ]
-    first.generate([prompt(3, 999)], 1)
-    until(lambda: status(manager.socket)["accounts"]["credit"], "slots are granted")
-    first.generate([prompt(3, 999)], 1)  # the grant is taken in
-    for tokens, output in zip(PROMPTS, expected, strict=True):
-        assert bits(first.generate([tokens])) == bits([output])
-    assert status(manager.socket)["objects"] == 36
-    assert first.ask({"reset": True})["reset"]
-    for tokens, output in zip(PROMPTS, expected, strict=True):
-        [restored] = first.generate([tokens])
-        assert bits([restored]) == bits([output])
-        assert restored["cached"] == 384
-    assert first.close() == 0
-    until(lambda: not status(manager.socket)["instances"], "the sessions ended")
-
-
 def test_embedded_by_default_and_gone_with_the_engine(llama_dir: Path, runtime: Path) -> None:
     expected = reference(llama_dir, PROMPTS)
     llm = engine(llama_dir, connector={"answer_deadline_ms": 10_000})
