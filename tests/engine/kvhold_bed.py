@@ -143,8 +143,8 @@ def check_nothing_held(llm: LLM, free_at_start: int, socket: Path | None = None)
     assert not half._lookups._by_request
     assert not half._publishing._sources
     if has_kv_transfer_group():  # the worker half is in this process
-        assert not worker_side()._copies.loads
-        assert not worker_side()._copies.publishes
+        assert not worker_side().copies.loads
+        assert not worker_side().copies.publishes
     if socket is not None:
         until(lambda: status(socket)["accounts"]["leased"] == 0, "the manager's leases end")
         assert status(socket)["accounts"]["doomed"] == 0
@@ -168,5 +168,5 @@ def recording_offsets() -> Iterator[list[int]]:
 
 def flip_byte(offset: int) -> None:
     """Damage one stored byte behind everybody's back, through the worker's own mapping."""
-    at = worker_side()._sessions[-1].arena.address + offset
+    at = worker_side().copies.mappings._sessions[-1].arena.address + offset
     ctypes.memset(at, ctypes.string_at(at, 1)[0] ^ 0x80, 1)

@@ -1,7 +1,6 @@
 """Edges of the connector that an engine reaches rarely: each of its parts alone, with stand-ins for the rest."""
 
 import random
-import threading
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from bed import generate, prompt, scheduler_half
@@ -34,6 +34,7 @@ from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
 from kvhold.engines.common import spaces
 from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
@@ -48,7 +49,7 @@ from kvhold.engines.vllm.publishing import Publishing
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldStats
-from kvhold.engines.vllm.worker import Copies, WorkerHalf
+from kvhold.protocol import Hello
 
 FULL = Group(0, "full attention", 16, handed=False, whole=True, window=0)
 WIDE = Group(1, "full attention", 64, handed=False, whole=True, window=0)
@@ -888,9 +889,10 @@ def test_while_the_workers_disagree_nothing_is_found_or_stored_and_the_log_says_
     said: list[str] = []
     monkeypatch.setattr(spaces.log, "error", lambda text, *args: said.append(text % args))
     with serving(llama_dir, manager) as llm, counting() as counts:
-        worker = worker_side()
-        assert worker._report is not None
-        agreed, worker._report = worker._report, replace(worker._report, owner=1)
+        copies = worker_side().copies
+        assert copies is not None
+        other, agreed = replace(copies._report, owner=1), copies.mappings._hello
+        copies.mappings._hello = msgspec.structs.replace(agreed, report=other.packed())
         manager.restart()
         until(lambda: attached(llm), "it attaches again")
         generate(llm, [prompt(100, 1)] * 2)
@@ -901,7 +903,7 @@ def test_while_the_workers_disagree_nothing_is_found_or_stored_and_the_log_says_
         assert "disagree about their KV cache: rank 0: " in said[0]
         with pytest.raises(ValueError, match="disagree about their KV cache: rank 0: "):
             scheduler_half(llm).set_xfer_handshake_metadata_pp_aware({})  # as at the start, which it stops
-        worker._report = agreed
+        copies.mappings._hello = agreed
         manager.restart()
         until(lambda: attached(llm), "it attaches again")
         warm_up(llm)
@@ -930,24 +932,18 @@ class Copying:
         pass
 
 
-def worker(groups: int = 1, rank: int = 0, sizes: tuple[int, ...] = (4096,), owner: int | None = None) -> WorkerHalf:
-    half = object.__new__(WorkerHalf)
-    half._rank, half._saved, half._done_step = rank, -1, 0
-    half._cache = SimpleNamespace(kv_cache_groups=[None] * groups)  # type: ignore[assignment]
-    half._groups = (FULL,) * groups
+def worker(groups: int = 1, rank: int = 0, sizes: tuple[int, ...] = (4096,), owner: int | None = None) -> Copies:
     owner = rank if owner is None else owner
-    half._report = WorkerReport(rank, 4, 0, owner, b"", b"", sizes, private=False, summary="")
-    half._copies, half._failed_blocks, half.accounts = Copies(), set(), Accounts()
-    half._looked = {}
-    half._copier, half._taken = Copying(), False  # type: ignore[assignment]
-    half._lock = threading.Lock()
-    half._sessions = [SimpleNamespace(arena=SimpleNamespace(incarnation=5))]  # type: ignore[list-item]
-    return half
+    report = WorkerReport(rank, 4, 0, owner, b"", b"", sizes, private=False, summary="")
+    hello, copier, keeper = Hello("worker", "test", rank, 4, ""), Copying(), SimpleNamespace()
+    copies = Copies(report, copier, hello, lambda _: keeper, Accounts(), lambda: b"", groups == 1)  # type: ignore
+    copies.mappings._sessions = [SimpleNamespace(arena=SimpleNamespace(incarnation=5))]  # type: ignore[list-item]
+    return copies
 
 
-def begun(half: WorkerHalf) -> list[tuple[Any, ...]]:
-    assert isinstance(half._copier, Copying)
-    return half._copier.begun
+def begun(copies: Copies) -> list[tuple[Any, ...]]:
+    assert isinstance(copies._copier, Copying)
+    return copies._copier.begun
 
 
 def plan_of(
@@ -959,7 +955,7 @@ def plan_of(
 def test_a_step_is_stored_once_however_often_it_is_asked_for_and_also_without_a_forward_pass() -> None:
     half = worker()
     connector = object.__new__(KvHoldConnector)
-    connector._worker, connector._scheduler, connector._connector_metadata = half, None, None
+    connector._worker, connector._scheduler, connector._connector_metadata = SimpleNamespace(copies=half), None, None
     connector.bind_connector_metadata(plan_of(1, [], [Publish(1, 0, [3], array("Q", [0]))]))
     connector.wait_for_save()
     connector.wait_for_save()
@@ -970,17 +966,17 @@ def test_a_step_is_stored_once_however_often_it_is_asked_for_and_also_without_a_
     assert len(begun(half)) == 2
     connector.clear_connector_metadata()
     assert len(begun(half)) == 2
-    assert list(half._copies.publishes) == [1, 2]
+    assert list(half.publishes) == [1, 2]
 
 
 def test_a_stage_that_never_comes_to_its_saves_makes_them_with_the_next_step() -> None:
     """vLLM's first model runner leaves them out on all but the last pipeline stage of an engine that speculates."""
     half = worker()
     connector = object.__new__(KvHoldConnector)
-    connector._worker, connector._scheduler, connector._connector_metadata = half, None, None
+    connector._worker, connector._scheduler, connector._connector_metadata = SimpleNamespace(copies=half), None, None
     connector.bind_connector_metadata(plan_of(1, [], [Publish(1, 0, [3], array("Q", [0]))]))
     connector.bind_connector_metadata(plan_of(2, [], []))
-    assert list(half._copies.publishes) == [1]
+    assert list(half.publishes) == [1]
 
 
 def test_each_rank_copies_its_own_part() -> None:
@@ -1008,20 +1004,20 @@ def test_a_failure_is_told_no_later_than_the_end(groups: int) -> None:
         Load(name, [(0, mine, array("Q", [0, 0, 0]))], mine) for name, mine in (("a", [3, 4, 5]), ("b", [6, 7, 8]))
     ]
     half.start_loads(plan_of(1, loads, [], ((0,),) * groups))
-    assert not half.take_results().finished_recving
-    bad, good = half._copies.loads["a"][1], half._copies.loads["b"][1]
+    assert not half.take_loads().ended
+    bad, good = half.loads["a"][1], half.loads["b"][1]
     bad.done = 1
     bad.end("injected")
-    results = half.take_results()
-    assert results.finished_recving == {"a"}
+    taken = half.take_loads()
+    assert taken.ended == {"a"}
     if groups == 1:
-        assert (results.failed_recving, half.take_failed_blocks()) == (set(), {4, 5})
+        assert (taken.failed, half.take_unfilled()) == (set(), {4, 5})
     else:
-        assert (results.failed_recving, half.take_failed_blocks()) == ({"a"}, set())
+        assert (taken.failed, half.take_unfilled()) == ({"a"}, set())
     good.end()
-    results = half.take_results()
-    assert (results.finished_recving, results.failed_recving, half.take_failed_blocks()) == ({"b"}, set(), set())
-    assert not half.take_results().finished_recving, "told once"
+    taken = half.take_loads()
+    assert (taken.ended, taken.failed, half.take_unfilled()) == ({"b"}, set(), set())
+    assert not half.take_loads().ended, "told once"
 
 
 def test_a_load_that_cannot_begin_ends_as_a_failed_one() -> None:
@@ -1030,18 +1026,18 @@ def test_a_load_that_cannot_begin_ends_as_a_failed_one() -> None:
     other = StepPlan(1, 6, [Load("r", [(0, [3], array("Q", [0]))], [3])], [], ((0,),))  # of another manager
     half.start_loads(other)
     half.start_loads(plan_of(2, [Load("s", [], [4])], []))
-    assert half.take_results().finished_recving == {"r", "s"}
-    assert half.take_failed_blocks() == {3, 4}
+    assert half.take_loads().ended == {"r", "s"}
+    assert half.take_unfilled() == {3, 4}
 
 
 def test_copies_of_a_failed_batch_are_told_and_others_go_on() -> None:
     half = worker()
     publishes = [Publish(1, 0, [3], array("Q", [0])), Publish(2, 0, [4], array("Q", [0]))]
     half.start_publishes(plan_of(1, [], publishes))
-    half._copies.publishes[2][1].end("injected")
+    half.publishes[2][1].end("injected")
     assert half.take_report() == CopyReport({2: {0: -1}})
     assert half.take_report() is None
-    half._copies.publishes[1][1].end()
+    half.publishes[1][1].end()
     assert half.take_report() == CopyReport({1: {0: 4096}})
 
 

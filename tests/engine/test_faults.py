@@ -50,7 +50,7 @@ def begin_restores(llm: LLM) -> None:
     """Send all prompts, and step until the restore of each has begun."""
     for i, tokens in enumerate(PROMPTS):
         add(llm, f"r{i}", tokens)
-    until(lambda: step(llm) == [] and len(worker_side()._copies.loads) == 3, "restores begin")
+    until(lambda: step(llm) == [] and len(worker_side().copies.loads) == 3, "restores begin")
 
 
 def strike(manager: Manager, fault: str) -> None:
@@ -150,11 +150,11 @@ def test_restart_during_a_load(llama_dir: Path, manager: Manager, monkeypatch: p
             begin_restores(llm)
             manager.restart()
             until(lambda: attached(llm), "attached to the new manager")
-            assert len(worker_side()._sessions) == 2  # the old arena is still mapped
+            assert len(worker_side().copies.mappings._sessions) == 2  # the old arena is still mapped
             go.set()
             outputs = drain(llm)
         assert [outputs[f"r{i}"] for i in range(3)] == expected
-        until(lambda: len(worker_side()._sessions) == 1, "the old arena is let go")
+        until(lambda: len(worker_side().copies.mappings._sessions) == 1, "the old arena is let go")
         check_nothing_held(llm, free, manager.socket)
         check_still_useful(llm, manager, expected)
 
@@ -186,13 +186,16 @@ def test_during_a_publish(llama_dir: Path, manager: Manager, fault: str, monkeyp
 def test_idle_engine_attaches_again_and_lets_the_old_arena_go(llama_dir: Path, manager: Manager) -> None:
     with serving(llama_dir, manager) as llm:
         generate(llm, PROMPTS)
-        old = worker_side()._sessions[-1]
+        old = worker_side().copies.mappings._sessions[-1]
         manager.restart()
         # no step, no hook: both halves see to it from their own threads
         until(lambda: status(manager.socket)["instances"], "sessions of the new manager")
         until(lambda: status(manager.socket)["instances"][0]["ready"], "the new manager has both halves")
-        until(lambda: worker_side()._sessions and old not in worker_side()._sessions, "the old arena is unmapped")
-        assert len(worker_side()._sessions) == 1
+        until(
+            lambda: worker_side().copies.mappings._sessions and old not in worker_side().copies.mappings._sessions,
+            "the old arena is unmapped",
+        )
+        assert len(worker_side().copies.mappings._sessions) == 1
 
 
 def test_no_manager_at_the_start_and_one_later(llama_dir: Path, manager: Manager) -> None:
@@ -245,7 +248,7 @@ def _fail(*_: object) -> None:
         ("kvhold.engines.common.lookups.Lookups", "settle"),
         ("kvhold.engines.vllm.publishing.Publishing", "plan"),
         ("kvhold.engines.vllm.publishing.Publishing", "admit"),
-        ("kvhold.engines.vllm.worker.WorkerHalf", "_arena"),
+        ("kvhold.engines.common.mappings.Mappings", "arena"),
         ("kvhold.copy.host.HostCopier", "begin_publish"),
         ("kvhold.copy.host.HostCopier", "begin_restore"),
         ("kvhold.copy.host.HostCopier", "advance"),

@@ -483,8 +483,8 @@ def test_how_kv_is_quantised_is_part_of_the_identity(
             return digest(common), digest(stage)
 
         of_engine, of_stage = described()
-        assert half._report is not None
-        assert (of_engine, of_stage) == (half._report.digest, half._report.stage_digest)
+        assert half.copies is not None
+        assert (of_engine, of_stage) == (half.copies._report.digest, half.copies._report.stage_digest)
         cache_config = half._config.cache_config
         for dtype in ("fp8", "fp8_e5m2"):
             monkeypatch.setattr(cache_config, "cache_dtype", dtype)

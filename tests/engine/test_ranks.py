@@ -112,11 +112,11 @@ def test_a_report_of_many_groups_is_no_longer_than_the_manager_takes() -> None:
 def test_who_owns_no_part_writes_none_and_is_not_waited_for(llama_dir: Path, manager: Manager) -> None:
     with serving(llama_dir, manager) as llm:
         half, worker = scheduler_side(llm), worker_side()
-        assert worker._report is not None
+        assert worker.copies is not None
         assert half._spaces.ranks is not None
-        worker._report = replace(worker._report, owner=1)  # as if another rank held the same KV
+        worker.copies._report = replace(worker.copies._report, owner=1)  # as if another rank held the same KV
         generate(llm, [prompt(100, 1)])
-        assert not worker._copies.publishes
+        assert not worker.copies.publishes
         assert half._publishing.holding, "the owner's copy is what ends the hold"
         [batch] = half._publishing._batches
         writes = [shards.writes for shards in half._spaces.ranks.shards]

@@ -23,13 +23,13 @@ def test_a_restore_ends_before_the_memory_goes(
         assert llm.reset_prefix_cache()
         monkeypatch.setattr(host, "STEP_BYTES", 1)  # one block a step
         add(llm, "slow", PROMPTS[0])
-        until(lambda: step(llm) == [] and worker_side()._copies.loads, "the restore is begun")
-        [(_, job, _)] = worker_side()._copies.loads.values()
+        until(lambda: step(llm) == [] and worker_side().copies.loads, "the restore is begun")
+        [(_, job, _)] = worker_side().copies.loads.values()
         assert not job.ended
         for _ in range(2):  # the engine may say so twice
             worker_half().unregister_kv_caches()
         assert job.ended
-        assert worker_side()._copier._pages == []  # type: ignore[union-attr]
+        assert worker_side().copies._copier._pages == []  # type: ignore[union-attr]
         assert drain(llm) == {"slow": truth[0]}
         assert (counts["loads"], counts["load_failures"]) == (1, 0)
         for _ in range(2):

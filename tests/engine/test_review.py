@@ -61,7 +61,7 @@ def test_sessions_lost_again_and_again_on_a_living_manager_leave_nothing_behind(
         for turn in range(12):
             generate(llm, [prompt(200, 50 + turn)])
             # both halves lose their sessions, again before the words that retire the last ones were all said
-            for channel in (worker_side()._keeper.channel, scheduler_side(llm)._keeper.channel):
+            for channel in (worker_side().copies.keeper.channel, scheduler_side(llm)._keeper.channel):
                 if channel is not None:
                     channel.socket.shutdown(socket.SHUT_RDWR)
         until(lambda: _attached_once(llm, manager), "one attachment, and no other")
@@ -85,7 +85,7 @@ def test_a_forked_child_that_ends_does_not_end_its_parents_session(llama_dir: Pa
             try:
                 scheduler_connector = scheduler_side(llm)
                 scheduler_connector.control.bye()
-                worker_side()._keeper.channel.bye()  # type: ignore[union-attr]
+                worker_side().copies.keeper.channel.bye()  # type: ignore[union-attr]
                 from bed import scheduler_half, worker_half
 
                 scheduler_half(llm).shutdown()

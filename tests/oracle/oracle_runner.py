@@ -663,7 +663,7 @@ class OracleEngine:
     def story(self) -> str:
         """What the engine and both halves of the connector are waiting for."""
         requests = {name: request.status.name for name, request in self.scheduler.requests.items()}
-        copies = [str(getattr(worker, "_worker", worker)._copies) for worker in self.workers]
+        copies = [(worker._copies.loads, worker._copies.publishes) for worker in self.workers]
         half = getattr(self.connector, "_scheduler", None)
         return (
             f"requests {requests}, copies of the workers {copies}, restores {getattr(half, '_restores', None)}, "

@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
+from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.plans import CopyReport, StepPlan
 from kvhold.engines.common.settings import load_settings
 from kvhold.engines.vllm.callers import callers
@@ -126,6 +127,10 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker -------------------------------------------------------------------------------------------------
 
+    @property
+    def _copies(self) -> Copies | None:
+        return self._worker.copies if self._worker is not None else None
+
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if self._worker is not None:
             self._worker.register(kv_caches)
@@ -137,8 +142,8 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(_nothing)
     def unregister_kv_caches(self) -> None:
-        if self._worker is not None:
-            self._worker.unregister()
+        if self._copies is not None:
+            self._copies.unbind()
 
     @_guarded(_nothing)
     def restore_kv_caches(self) -> None:
@@ -152,8 +157,8 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(_nothing)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        if self._worker is not None and isinstance(self._connector_metadata, StepPlan):
-            self._worker.start_loads(self._connector_metadata)
+        if self._copies is not None and isinstance(self._connector_metadata, StepPlan):
+            self._copies.start_loads(self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Restores are asynchronous: no forward pass needs to wait for one."""
@@ -165,8 +170,8 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(_nothing)
     def wait_for_save(self) -> None:
-        if self._worker is not None and isinstance(self._connector_metadata, StepPlan):
-            self._worker.start_publishes(self._connector_metadata)
+        if self._copies is not None and isinstance(self._connector_metadata, StepPlan):
+            self._copies.start_publishes(self._connector_metadata)
 
     def clear_connector_metadata(self) -> None:
         self.wait_for_save()  # a step without a forward pass may not have called it
@@ -174,15 +179,19 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.take_results() if self._worker is not None else KVConnectorTransferResults()
+        results = KVConnectorTransferResults()
+        if self._copies is not None:
+            loads = self._copies.take_loads()
+            results.finished_recving, results.failed_recving = loads.ended, loads.failed
+        return results
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks() if self._worker is not None else set()
+        return self._copies.take_unfilled() if self._copies is not None else set()
 
     @_guarded(_nothing)
     def build_connector_worker_meta(self) -> CopyReport | None:
-        return self._worker.take_report() if self._worker is not None else None
+        return self._copies.take_report() if self._copies is not None else None
 
     # --- scheduler ----------------------------------------------------------------------------------------------
 

@@ -500,11 +500,11 @@ class SchedulerHalf:
         """
         try:
             worker = worker_here(instance_of(self._config)) if self._world == 1 else None
-            if worker is not None and self._spaces.ranks is not None:
+            if worker is not None and worker.copies is not None and self._spaces.ranks is not None:
                 self._step += 1
                 starts = tuple(shards.starts for shards in self._spaces.ranks.shards)
                 late = self._publishing.take_late()
-                report = worker.end_copies(StepPlan(self._step, self.control.incarnation, [], late, starts))
+                report = worker.copies.end_publishes(StepPlan(self._step, self.control.incarnation, [], late, starts))
                 if report is not None:
                     self._publishing.ended(report, [shards.writes for shards in self._spaces.ranks.shards])
             self._publishing.drop_late()
