@@ -52,7 +52,13 @@ class Setting:
     """Both engines are there already."""
     stored: tuple[bytes, ...] = ()
     deaths: bool = True
+    private: bool = False
+    """Each engine has a namespace of its own, which nobody else comes to know: 0 has A, 1 has B."""
     limits: Limits = field(default_factory=lambda: LIMITS)
+
+    def opens(self, engine: int) -> list[int]:
+        """The spaces that an engine has open or may open."""
+        return [engine] if self.private else list(range(len(self.wants)))
 
 
 LIMITS = Limits(
@@ -64,6 +70,7 @@ LIMITS = Limits(
     answer_ns=2,
     hung_ns=2,
     lease_ns=5,
+    hear_ns=2,
     stall_ns=11,
     retry_ns=3,
 )
@@ -80,6 +87,7 @@ class Asked:
     phase: Phase = Phase.MATCHING
     pieces: list[tuple[Name, int, int]] = field(default_factory=list)  # name, offset, size
     spoiled: bool = False
+    ends: int = 0  # when it is over, if it was answered, is not started by then, and its owner is heard
 
 
 @dataclass
@@ -115,6 +123,7 @@ class SmallWorld:
         self.owners: list[Owner] = []
         self.generations = [0, 0]
         self.condemned: set[Name] = set()
+        self.behind: frozenset[int] = frozenset()  # sessions that have said something which is not handled yet
         self.answered = 0
         self.next_session = 1
         self.refusals = 0
@@ -126,8 +135,8 @@ class SmallWorld:
                 self.apply(("join", engine, Role.SCHEDULER))
                 self.apply(("join", engine, Role.WORKER))
                 self.apply(("map", engine))
-                for space, want in enumerate(setting.wants):
-                    if want is not None:
+                for space in setting.opens(engine):
+                    if setting.wants[space] is not None:
                         self.apply(("open", engine, space))
         for key in setting.stored:
             self.run()
@@ -197,6 +206,10 @@ class SmallWorld:
         yield "purge", b"A"
         if self.core.next_deadline is not None:
             yield ("tick",)
+            for engine in (0, 1):
+                owner = self.current(engine)
+                if owner is not None and owner.asked is not None and owner.asked.phase is Phase.ANSWERED:
+                    yield "tick", engine
         for io, effect in self.disk.flying.items():
             yield "done", io, ()
             if not isinstance(effect, ev.Forget):
@@ -205,10 +218,10 @@ class SmallWorld:
             yield ("done again",)
 
     def _spoken(self, engine: int, owner: Owner) -> Iterator[Move]:
-        for space in range(len(self.setting.wants)):
+        for space in self.setting.opens(engine):
             if space not in owner.credits:
                 yield "open", engine, space
-            elif self.setting.wants[space] is None:
+            elif self.setting.wants[space] is None or self.setting.private:
                 yield "close", engine, space
         for space, slots in owner.credits.items():
             if slots:
@@ -263,12 +276,27 @@ class SmallWorld:
         raise AssertionError("work without end")
 
     def _tell(self, event: ev.Event) -> list[Effect]:
-        before = self.known()
-        return self._announced(event, before, self._told(self.core.handle(event, self.now)))
+        before, forgotten = self.known(), self.core.counters["forgotten"]
+        effects = self._announced(event, before, self._told(self.core.handle(event, self.now)))
+        self._forgot(before, forgotten)
+        return effects
 
     def _step(self) -> list[Effect]:
-        before = self.known()
-        return self._announced(None, before, self._told(self.core.step()))
+        before, forgotten = self.known(), self.core.counters["forgotten"]
+        effects = self._announced(None, before, self._told(self.core.step()))
+        self._forgot(before, forgotten)
+        return effects
+
+    def _forgot(self, before: dict[Name, int | None], forgotten: int) -> None:
+        """What is private is forgotten when nobody has it open, and nothing else ever is."""
+        gone = {name for name in self.left() if name in before} - self.known().keys()
+        assert self.core.counters["forgotten"] - forgotten <= len(gone), "somebody has it open"
+
+    def left(self) -> set[Name]:
+        """What is private and of no use to anybody: who had it open is gone for certain, or has closed it."""
+        opened = {space for owner in self.owners for space in owner.credits}
+        lost = [name for name in NAMES.values() if NAMESPACES.index(name[0]) not in opened]
+        return set(lost) if self.setting.private else set()
 
     def _announced(self, event: ev.Event | None, before: dict[Name, int | None], effects: list[Effect]) -> list[Effect]:
         """All engines watch all that they have open: each was told what went, and of its commits what is there."""
@@ -344,8 +372,10 @@ class SmallWorld:
         refusals = self.refusals
         owner.credits[space] = []
         slots = 1 if want is None else want
-        opening = ev.Open(owner.scheduler, space, NAMESPACES[space], 0, 2, shards, slots, watch=True, chain=True)
-        effects = self._tell(opening)
+        about = NAMESPACES[space], 0, 2, shards, slots
+        effects = self._tell(
+            ev.Open(owner.scheduler, space, *about, watch=True, chain=True, private=self.setting.private)
+        )
         if self.refusals > refusals:  # it was not closed altogether yet
             del owner.credits[space]
         return effects
@@ -476,20 +506,35 @@ class SmallWorld:
         self.condemned |= {name for name in self.known() if namespace in (b"", name[0])}
         return self._tell(ev.Purge(namespace))
 
-    def _tick(self) -> list[Effect]:
+    def _tick(self, *behind: int) -> list[Effect]:
+        """The next deadline passes; engines that are ``behind`` have said something that is not handled yet."""
         deadline = self.core.next_deadline
         assert deadline is not None
         self.now = max(self.now, deadline)
         before = self._timed()
-        effects = self._tell(ev.Tick())
+        owners = [self._sure(engine) for engine in behind]
+        self.behind = frozenset(owner.scheduler for owner in owners if owner.scheduler is not None)
+        effects = self._tell(ev.Tick(self.behind))
+        self.behind = frozenset()
         assert self._timed() < before or self.core.next_deadline != deadline, (
             "a deadline passed, and nothing came of it"
         )
+        for owner in self.owners:
+            asked = owner.asked
+            if asked is None or asked.phase is not Phase.ANSWERED or owner.broken:
+                continue
+            if owner in owners and asked.ends <= self.now:
+                asked.ends = self.now + self.setting.limits.hear_ns
+            assert asked.ends > self.now, "a lease outlives its time, and nobody is behind"
         return effects
 
     def _timed(self) -> int:
+        return sum(len(timer._begun) for timer in self.timers)
+
+    @property
+    def timers(self) -> tuple[Any, ...]:
         ops = self.core.operations
-        return sum(len(timer._begun) for timer in (ops._answers, ops._leases, ops._restores))
+        return ops._answers, ops._leases, ops._unheard, ops._restores
 
     def _done(self, io: int, failing: tuple[int, ...]) -> list[Effect]:
         return self._tell(self.disk.finish(io, failing))
@@ -521,6 +566,7 @@ class SmallWorld:
                         asked.phase = Phase.WAITING
                     else:
                         assert (effect.revision, asked.phase) == (asked.revision, Phase.ANSWERED), "it was in use"
+                        assert effect.session not in self.behind, "its owner was not heard"
                         self._asker(effect).asked = None
                 case ev.Write() | ev.Read() | ev.Reuse() | ev.Seal() | ev.Forget():
                     self.disk.take(effect)
@@ -562,7 +608,7 @@ class SmallWorld:
         assert bool(answer.reason) == (answer.resident < len(asked.names))
         names = asked.names[asked.skip : answer.resident]
         assert len(offsets) == len(names)
-        asked.phase = Phase.ANSWERED
+        asked.phase, asked.ends = Phase.ANSWERED, self.now + self.setting.limits.lease_ns
         asked.pieces = [(name, at, self.size_of(name)) for name, at in zip(names, offsets, strict=True)]
         self.answered += 1
         for name, at, _ in asked.pieces:
@@ -631,6 +677,7 @@ class SmallWorld:
                 assert not {at for _, at, _ in owner.asked.pieces} & set(known.values()), "spoiled, and found again"
         assert not self.condemned & known.keys(), "purged, and found again"
         self.condemned.clear()
+        assert self.left().isdisjoint(known), "nobody comes to know it any more"
         for owner in self.owners:
             if not owner.broken and owner.asked is not None:
                 assert owner.asked.phase is not Phase.MATCHING, "no work is left, and no answer came"
@@ -780,7 +827,7 @@ class Canon:
             ],
             [
                 [(self.operation(op), age) for op, age in zip(timer._begun, self.left(timer), strict=True)]
-                for timer in (operations._answers, operations._leases, operations._restores)
+                for timer in world.timers
             ],
             self.storage(),
             [self.owner(owner) for owner in sorted(world.owners, key=lambda one: one.engine ^ self.swap)],

@@ -186,9 +186,10 @@ class CoreModel:
         self.sizes: dict[tuple[bytes, int], int] = {}
         self.steady: set[Name] = set()  # what was known all the time since a listing has begun
         self.ever: set[Name] = set()  # and what was at any time
+        self.private: set[bytes] = set()  # namespaces of one instance each
         self.next_session = 1
         self.behind: frozenset[int] = frozenset()  # sessions that have said something which is not handled yet
-        self.unheard = 0  # until when a lease may outlive its time, as its owner was not heard
+        self.unheard: dict[int, int] = {}  # by session, until when its leases may outlive their time, as it was behind
 
     # --- doing and checking -------------------------------------------------------------------------------------
 
@@ -237,6 +238,7 @@ class CoreModel:
         self.told.append(effects)
         audit(self.core)
         self.seen = after = self.view()
+        self.forgotten(before)
         self.moved(event, before, fresh, effects)
         self.budgets(event, before, effects)
         self.doomed -= fresh.keys()
@@ -252,6 +254,15 @@ class CoreModel:
             assert self.doomed.isdisjoint(after), "it outlived a purge"
             self.condemned, self.doomed, self.ending, self.purging = set(), set(), set(), set()
         return effects
+
+    def forgotten(self, before: Before) -> None:
+        """What is private is forgotten as soon as its instance has it open no more, and nothing else ever is."""
+        opened = {(space.namespace, space.group) for engine in self.engines for space in engine.spaces.values()}
+        left = {name for name in before.view if name[0] in self.private and name[:2] not in opened}
+        count = self.core.counters["forgotten"] - before.counters["forgotten"]
+        assert count <= len(left - self.seen.keys()), "somebody has it open"
+        assert self.core.has_work or left.isdisjoint(self.seen), "nobody comes to know it any more"
+        self.condemned |= left
 
     def effect(self, effect: Effect, before: Before) -> None:
         if isinstance(effect, ev.Read):

@@ -37,10 +37,10 @@ def key(chain: int, position: int) -> bytes:
     return bytes([chain, position])
 
 
-def geometry_of(geometry: int, world: int) -> tuple[bytes, int, tuple[int, ...]]:
-    """Namespace, group and shards."""
+def geometry_of(geometry: int, world: int, whose: str = "n") -> tuple[bytes, int, tuple[int, ...]]:
+    """Namespace, group and shards. ``whose`` are the instances that share the namespace: one, by its name, or all."""
     group = geometry % 3
-    return bytes([group % 2, world]) + b"n", group, (SIZES[geometry] * UNIT,) + (UNIT,) * (world - 1)
+    return bytes([group % 2, world]) + whose.encode(), group, (SIZES[geometry] * UNIT,) + (UNIT,) * (world - 1)
 
 
 def chained(group: int) -> bool:
@@ -163,8 +163,9 @@ class Engines(CoreModel):
         geometry=st.integers(0, 2),
         slots=st.integers(1, 3),
         watch=st.booleans(),
+        private=st.sampled_from([False, False, True]),
     )
-    def arrive(self, instance: str, geometry: int, slots: int, watch: bool = True) -> None:
+    def arrive(self, instance: str, geometry: int, slots: int, watch: bool = True, private: bool = False) -> None:
         """All that an instance lacks comes."""
         engine = self.engine(instance)
         for part in range(WORLDS[instance] + 1):
@@ -176,7 +177,7 @@ class Engines(CoreModel):
                 self.map_arena(half)
         if engine is not None and engine.scheduler is not None and len(engine.spaces) < 3:
             space = next(number for number in range(3) if number not in engine.spaces)
-            self.open_space(engine, space, geometry, slots, watch)
+            self.open_space(engine, space, geometry, slots, watch, private)
 
     def engine(self, instance: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.instance == instance and not engine.broken), None)
@@ -292,17 +293,22 @@ class Engines(CoreModel):
         slots=st.integers(0, 8),
         clash=rarely,
         watch=st.booleans(),
+        private=st.sampled_from([False, False, False, True]),
     )
-    def open(self, number: int, space: int, geometry: int, slots: int, clash: bool, watch: bool) -> None:
+    def open(self, number: int, space: int, geometry: int, slots: int, clash: bool, watch: bool, private: bool) -> None:
         engine = self.speaker(number)
         if clash or (space not in engine.spaces and geometry < 3):
-            self.open_space(engine, space, geometry, slots, watch)
+            self.open_space(engine, space, geometry, slots, watch, private)
 
-    def open_space(self, engine: Engine, space: int, geometry: int, slots: int, watch: bool) -> None:
+    def open_space(
+        self, engine: Engine, space: int, geometry: int, slots: int, watch: bool, private: bool = False
+    ) -> None:
         scheduler = engine.scheduler
         assert scheduler is not None
-        namespace, group, shards = geometry_of(geometry, WORLDS[engine.instance])
-        event = ev.Open(scheduler.id, space, namespace, group, 2, shards, slots, watch, chain=chained(group))
+        whose = engine.instance if private else "n"
+        namespace, group, shards = geometry_of(geometry, WORLDS[engine.instance], whose)
+        about = namespace, group, 2, shards, slots, watch
+        event = ev.Open(scheduler.id, space, *about, chain=chained(group), private=private)
         if engine.broken:
             assert said(self.do(event)) == []
             return
@@ -312,6 +318,8 @@ class Engines(CoreModel):
             return
         opened = engine.spaces[space] = Space(namespace, group, shards, slots, watch=watch)
         self.sizes[namespace, group] = opened.size
+        if private:
+            self.private.add(namespace)
         assert self.do(event)[0] == ev.Opened(scheduler.id, space, self.target(opened), "")
 
     def close(self, engine: Engine, which: int) -> None:

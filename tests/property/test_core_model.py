@@ -102,8 +102,8 @@ class Machine(Questions, RuleBasedStateMachine):
             due = self.core.next_deadline
             effects = self.do(ev.Tick(self.behind))
             assert due is None or due > self.now or effects or self.behind or self.core.next_deadline != due
-        if self.behind:
-            self.unheard, self.behind = self.now + self.limits.hear_ns, frozenset()
+        self.unheard |= dict.fromkeys(self.behind, self.now + self.limits.hear_ns)
+        self.behind = frozenset()
 
     @rule()
     def tick(self) -> None:
@@ -115,9 +115,10 @@ class Machine(Questions, RuleBasedStateMachine):
         else:
             raise AssertionError("a deadline that never ends")
         for engine in self.engines:
+            heard = max((self.unheard.get(session, 0) for session in engine.halves), default=0)
             for one in engine.asked.values():
                 if one.answered is not None and not engine.broken:
-                    in_time = one.answered > self.now - self.limits.lease_ns or self.now < self.unheard
+                    in_time = one.answered > self.now - self.limits.lease_ns or self.now < heard
                     assert one.started is not None or in_time
                     assert one.started is None or one.stalled or one.started > self.now - self.limits.stall_ns
 

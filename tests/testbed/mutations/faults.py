@@ -306,6 +306,27 @@ FAULTS: Final = (
         "",
         "known spaces are bounded",
     ),
+    Fault(
+        "what is private outlives its engine",
+        "_leave",
+        "not index.users",
+        "index.users",
+        "what nobody can find again is forgotten",
+    ),
+    Fault(
+        "what others can find is forgotten with an engine",
+        "_leave",
+        "index.private",
+        "True",
+        "an engine's end takes nothing from others",
+    ),
+    Fault(
+        "what is private is forgotten although it is open again",
+        "_forget",
+        "not index.users",
+        "True",
+        "what somebody has open stays",
+    ),
     # --- turns
     Fault(
         "one session's work is done before all others'",
@@ -327,6 +348,20 @@ FAULTS: Final = (
         "operation.session in event.behind",
         "False",
         "what was said before a lease's end counts",
+    ),
+    Fault(
+        "a lease whose owner was not heard never ends",
+        "Operations.tick",
+        "self._unheard.begin(operation, now)",
+        "",
+        "unused leases end",
+    ),
+    Fault(
+        "all leases are kept while anybody is behind",
+        "Operations.tick",
+        "operation.session in event.behind",
+        "event.behind",
+        "unused leases end",
     ),
     # --- recency
     Fault(
