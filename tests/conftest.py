@@ -21,6 +21,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from kvhold.core.rows import Rows
+
+    Rows.strict = True
     folder = tempfile.mkdtemp(prefix="kvhold-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["KVHOLD_RUNTIME_DIR"] = folder

@@ -78,6 +78,11 @@ class World:
         self.log.append((event, self.now))
         return self._done(self.core.handle(event, self.now))
 
+    def handle_unaudited(self, event: Event) -> list[Effect]:
+        """The same for a core whose books are wrong already."""
+        self.now += 1
+        return self.core.handle(event, self.now)
+
     def step(self) -> list[Effect]:
         self.log.append((None, self.now))
         return self._done(self.core.step())

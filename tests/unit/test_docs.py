@@ -1,14 +1,16 @@
-"""The words that operations.md explains are those that are shown, and all of them."""
+"""The words that operations.md explains are those that are shown, and all of them; design.md's table is the code's."""
 
 import re
 from pathlib import Path
 
 from kvhold.core import Core
+from kvhold.core.rows import STATES
 from kvhold.tiers.ssd import check, reading, recover
 from kvhold.tiers.ssd.counters import REJECTED
 from kvhold.tiers.ssd.format import Flaw
 
-OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+OPERATIONS = DOCS / "operations.md"
 SAYS = re.compile(
     r"""counts\[["'](\w+)["']\]|: "(\w+)",$|(?:reason.*= |return )"(\w+)"$|Counter\((\w+)=.*, (\w+)=""", re.MULTILINE
 )
@@ -43,3 +45,20 @@ def test_what_inspect_met() -> None:
     heads = {"unused", "bad_header"} | {flaw.value for flaw in (Flaw.VERSION, Flaw.FOREIGN, Flaw.STALE)}
     counted = said(recover) | heads
     assert table("kvhold.tiers.ssd.recover") == counted - {"segments", "records", "sealed"}
+
+
+def test_the_states_of_a_row() -> None:
+    """Which there are, what holds in each, and which may follow it."""
+    text = (DOCS / "design.md").read_text().partition("<!-- checked against kvhold.core.rows.STATES -->")[2]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().split("\n\n")[0].splitlines()
+    ]
+    assert rows[0] == ["state", "slot", "can be found", "may be evicted", "becomes"]
+    assert rows[2:] == [
+        [
+            facts.name.upper(),
+            *("yes" if holds else "no" for holds in (facts.slot, facts.found, facts.evicted)),
+            ", ".join(f"{STATES[state].name.upper()} ({why})" for state, why in facts.becomes.items()),
+        ]
+        for facts in STATES.values()
+    ]

@@ -218,9 +218,9 @@ class Catalogue(Rows):
     def free(self, row: int) -> None:
         """Give back the slot of a row that is in no index and in no list."""
         index = self.indexes[self.owner[row]]
-        self._vacate_slot(row, index)
-        self.drop(row)
-        self.drop_index_if_idle(index)
+        if self.drop(row):
+            self._vacate_slot(row, index)
+            self.drop_index_if_idle(index)
 
     def _place(self, row: int, index: Index, state: int) -> bool:
         """Give a row without a slot one, in a new ``state``."""
@@ -243,14 +243,12 @@ class Catalogue(Rows):
         self.size[row] = size
         self.epoch[row] = self.next_epoch
         self.next_epoch += 1
-        self.state[row] = state
-        self.bytes[state] += size
+        self.move(row, state)
         owner.used += size
         index.slots += 1
         return True
 
     def _vacate_slot(self, row: int, index: Index) -> None:
-        self.bytes[self.state[row]] -= index.size
         self.arena.give(self.offset[row])
         index.namespace.used -= index.size
         index.slots -= 1
@@ -258,19 +256,24 @@ class Catalogue(Rows):
 
     # --- objects ------------------------------------------------------------------------------------------------
 
-    def insert(self, row: int, index: Index, key: bytes, parent: int | None) -> None:
-        """A credit becomes a resident object, just older than its parent: chains are evicted from their ends."""
-        self.move(row, State.RESIDENT)
+    def insert(self, row: int, index: Index, key: bytes, parent: int | None) -> bool:
+        """A credit becomes a resident object, just older than its parent: chains are evicted from their ends.
+
+        False if the row is no credit.
+        """
+        if not self.move(row, State.RESIDENT):
+            return False
         self.freed += 1
         self._list(row, index, key)
         self.recency.insert(row, index.recency, self._near(parent))
         index.used_at = self.recency.now
         self._follow(row, index, parent)
+        return True
 
     def recover(self, index: Index, key: bytes, place: int) -> int:
         """An object that was found in a log: older than all that were found before, which are younger there."""
         row = self.new()
-        self.state[row] = State.COLD
+        self.move(row, State.COLD)
         self.owner[row] = index.id
         self.size[row] = index.size
         self.enter_log(row, place)
@@ -280,20 +283,21 @@ class Catalogue(Rows):
         self.recency.append(row, self._cold)
         return row
 
-    def replace(self, credit: int, row: int, parent: int | None) -> None:
-        """An object that is only in a log gets a credit's slot: its bytes were stored anew."""
+    def replace(self, credit: int, row: int, parent: int | None) -> bool:
+        """An object that is only in a log gets a credit's slot: its bytes were stored anew. False if it is not so."""
         index = self.indexes[self.owner[row]]
         offset, epoch = self.offset[credit], self.epoch[credit]
-        self.bytes[State.CREDIT] -= index.size
-        self.bytes[State.RESIDENT] += index.size
-        self.arena.rename(offset, row)
+        if not self.move(row, State.RESIDENT):
+            return False
         self.drop(credit)
+        self.arena.rename(offset, row)
         self.recency.remove(row)
         self.cold -= 1
-        self.offset[row], self.epoch[row], self.state[row] = offset, epoch, State.RESIDENT
+        self.offset[row], self.epoch[row] = offset, epoch
         self.recency.insert(row, index.recency, self._near(parent))
         index.used_at = self.recency.now
         self._follow(row, index, parent)
+        return True
 
     def _follow(self, row: int, index: Index, parent: int | None) -> None:
         if index.chain and parent is not None:
@@ -360,26 +364,30 @@ class Catalogue(Rows):
 
     # --- leases -------------------------------------------------------------------------------------------------
 
-    def lease(self, rows: Sequence[int]) -> int:
+    def lease(self, rows: Sequence[int]) -> tuple[Sequence[int], int]:
         """Keep these rows, all of one size and with a slot, where they are until :meth:`release`.
 
-        Returns the bytes that nobody held before.
+        Returns those that are kept, up to the first that cannot be, and the bytes of them that nobody held before.
         """
         if not rows:
-            return 0
-        leases, state, leased = self.leases, self.state, State.LEASED
+            return rows, 0
+        leases, state, resident, leased = self.leases, self.state, State.RESIDENT, State.LEASED
         first = 0
         for row in rows:
-            if leases[row]:
+            if state[row] == resident:
+                state[row] = leased
+                leases[row] = 1
+                first += 1
+            elif leases[row]:
                 leases[row] += 1
             else:
-                leases[row] = 1
-                state[row] = leased
-                first += 1
-        taken = first * self.size[rows[0]]
+                self.refuse(row, leased)
+                rows = rows[: rows.index(row)]
+                break
+        taken = first * self.size[rows[0]] if first else 0
         self.bytes[State.RESIDENT] -= taken
         self.bytes[State.LEASED] += taken
-        return taken
+        return rows, taken
 
     def release(self, rows: Sequence[int]) -> None:
         """Undo one :meth:`lease` of these rows."""
@@ -433,6 +441,8 @@ class Catalogue(Rows):
     def fill(self, row: int) -> bool:
         """Give a COLD row a slot to be read into, which its read holds; False when none can be had."""
         index = self.indexes[self.owner[row]]
+        if self.state[row] != State.COLD:
+            return self.refuse(row, State.LOADING)
         self.recency.remove(row)  # making room must not give up the very object
         self.cold -= 1
         if not self._place(row, index, State.LOADING):
@@ -461,11 +471,12 @@ class Catalogue(Rows):
         The object is COLD as before and can be found all the while, but in another row, which is returned.
         """
         index, key, place = self.indexes[self.owner[row]], self.key[row], self.place[row]
+        if not self.move(row, State.DOOMED):
+            return row
         self.key[row], self.place[row] = b"", 0
         self.in_logs -= 1
         index.objects -= 1
         self.objects -= 1
-        self.move(row, State.DOOMED)
         again = self.recover(index, key, place)
         self.moves += 1
         self.release([row])
@@ -473,9 +484,9 @@ class Catalogue(Rows):
 
     def unfill(self, row: int) -> None:
         """A LOADING row whose read has not begun, and which nobody else holds, is COLD again."""
-        self._vacate_slot(row, self.indexes[self.owner[row]])
-        self.leases[row] = 0
-        self._cool(row)
+        if self.move(row, State.COLD):
+            self.leases[row] = 0
+            self._cool(row)
 
     def written(self, row: int, place: int) -> None:
         """A leased row's record is in a log, unless the object was removed meanwhile; the write lets it go."""
@@ -591,13 +602,13 @@ class Catalogue(Rows):
         if not self.place[row]:
             self.note(Kind.EVICTED, row)
             self.remove(row)
-            return
-        self.note(Kind.COOLED, row)
-        self.recency.remove(row)
-        self._vacate_slot(row, self.indexes[self.owner[row]])
-        self._cool(row)
+        elif self.move(row, State.COLD):
+            self.note(Kind.COOLED, row)
+            self.recency.remove(row)
+            self._cool(row)
 
     def _cool(self, row: int) -> None:
-        self.state[row] = State.COLD
+        """A row that is COLD now gives its slot back."""
+        self._vacate_slot(row, self.indexes[self.owner[row]])
         self.cold += 1
         self.recency.insert(row, self._cold)

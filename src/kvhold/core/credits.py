@@ -273,8 +273,8 @@ class Credits:
                 self._storage.writes.write(known, before, depth)
                 parent = known
             elif known is not None:
-                catalogue.replace(row, known, parent)
-                stored.append(known)
+                if catalogue.replace(row, known, parent):
+                    stored.append(known)
                 parent = known
             elif _cut_off(index, before):
                 self._not_kept(index, key, row, "unreachable")
@@ -284,8 +284,7 @@ class Credits:
             elif _cut_off(index, before):  # by what gave way
                 self._not_kept(index, key, row, "unreachable")
                 parent = None
-            else:
-                catalogue.insert(row, index, key, parent)
+            elif catalogue.insert(row, index, key, parent):
                 catalogue.note(Kind.STORED, row)
                 stored.append(row)
                 parent = row

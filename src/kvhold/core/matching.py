@@ -216,7 +216,9 @@ class Matching:
             if operation.exact:
                 return 0, reason  # nothing is read for what cannot be had whole
         if not self._catalogue.cold and not self._catalogue.bytes[State.LOADING]:
-            cost = self._catalogue.lease(rows)
+            held, cost = self._catalogue.lease(rows)
+            if len(held) < len(rows):
+                rows, reason = held, Reason.NOT_STORED
         else:
             rows, short, cost = self._hold_cold(operation, rows)
             reason = short or reason
@@ -230,7 +232,9 @@ class Matching:
         catalogue, state, size = self._catalogue, self._catalogue.state, self._catalogue.size
         rows, reason = self._not_hanging(rows)
         warm = [position for position, row in enumerate(rows) if state[row] != State.COLD]
-        cost = catalogue.lease([rows[position] for position in warm])  # before room is made for the others
+        held, cost = catalogue.lease([rows[position] for position in warm])  # before room is made for the others
+        if len(held) < len(warm):
+            rows, warm, reason = rows[: warm[len(held)]], warm[: len(held)], Reason.NOT_STORED
         for position in sorted(set(range(len(rows))).difference(warm)) if len(warm) < len(rows) else ():
             row = rows[position]
             if state[row] == State.COLD:  # and not LOADING, because it is named twice

@@ -60,7 +60,7 @@ class Recency(Generic[T]):
         """A new list; one that is not ``compared`` is never looked at by :meth:`oldest`."""
         rows = self._rows
         head = rows.new()
-        rows.state[head] = State.HEAD
+        rows.move(head, State.HEAD)
         rows.older[head] = rows.newer[head] = head
         self._number += 1
         lst = RecencyList(head, size, owner, self._number)

@@ -1,28 +1,16 @@
-"""What the core knows of each object and slot, as integer rows in columns.
+"""What the core knows of each object and slot, as integer rows in columns, and the states that a row may be in.
 
 Only keys are Python objects: a million rows must not be a million things for the garbage collector to look at. A row
-is in exactly one state:
-
-               take               commit                   evict
-        FREE --------> CREDIT --------------> RESIDENT ------------> FREE, or COLD if a log has it
-                        | |  return, duplicate   |  ^                  ^
-                        | +----> FREE       lease|  |last release      |purge, quarantine
-                        | owner lost             v  |                  |
-                        v                      LEASED -------------> DOOMED --last release--> FREE
-                      LIMBO --owner gone--> FREE   ^   purge,          ^
-                                                   |   quarantine      | purge, failed read
-        recovered                promote           | read done         |
-   FREE ---------> COLD ----------------------> LOADING ---------------+
-                    |  ^------ nobody waits any more, not begun ---+ |
-                    v                                               \\+ read done, nobody waits --> RESIDENT
-                  FREE   (segment reclaimed, purged, quarantined, one object too many)
+is in exactly one state. :data:`STATES` is the only place that knows what holds in each state and which may follow it:
+:meth:`Rows.move` goes by it, and a test holds the table in docs/design.md against it.
 
 Leases count readers and I/O under way alike: LOADING has at least that of its read, and an object that is being
-written to a log is LEASED by its write.
+written to a log is LEASED by its write. So nothing is freed under an I/O, and whoever ends last frees.
 """
 
 from array import array
-from typing import Final
+from collections import Counter
+from typing import Final, NamedTuple
 
 
 class State:
@@ -39,14 +27,104 @@ class State:
     HEAD: Final = 8  # a recency list's own row: no slot
 
 
-NAMES: Final = ("free", "credit", "resident", "leased", "doomed", "limbo", "loading", "cold", "head")
+class Facts(NamedTuple):
+    """What holds of every row in one state. ``becomes`` says by what it goes to which other state."""
+
+    name: str
+    slot: bool
+    """It has a slot of the arena."""
+    found: bool
+    """It is an object that can be found by its key."""
+    evicted: bool
+    """Its slot may be taken away to make room."""
+    becomes: dict[int, str]
+
+
+STATES: Final[dict[int, Facts]] = {
+    State.FREE: Facts(
+        "free",
+        slot=False,
+        found=False,
+        evicted=False,
+        becomes={State.CREDIT: "granted", State.COLD: "recovered", State.HEAD: "list opened"},
+    ),
+    State.CREDIT: Facts(
+        "credit",
+        slot=True,
+        found=False,
+        evicted=False,
+        becomes={
+            State.RESIDENT: "commit",
+            State.FREE: "return, duplicate, commit of what is COLD",
+            State.LIMBO: "owner lost",
+        },
+    ),
+    State.LIMBO: Facts("limbo", slot=True, found=False, evicted=False, becomes={State.FREE: "owner proved gone"}),
+    State.RESIDENT: Facts(
+        "resident",
+        slot=True,
+        found=True,
+        evicted=True,
+        becomes={
+            State.LEASED: "lease, write to a log",
+            State.COLD: "evicted, a log has it",
+            State.FREE: "evicted, purged, quarantined",
+        },
+    ),
+    State.LEASED: Facts(
+        "leased",
+        slot=True,
+        found=True,
+        evicted=False,
+        becomes={State.RESIDENT: "last lease ends", State.DOOMED: "purged, quarantined"},
+    ),
+    State.COLD: Facts(
+        "cold",
+        slot=False,
+        found=True,
+        evicted=False,
+        becomes={
+            State.LOADING: "promoted",
+            State.RESIDENT: "stored anew",
+            State.FREE: "segment given up, purged, quarantined, one object too many",
+        },
+    ),
+    State.LOADING: Facts(
+        "loading",
+        slot=True,
+        found=True,
+        evicted=False,
+        becomes={
+            State.LEASED: "read and verified",
+            State.COLD: "nobody waits, not begun",
+            State.DOOMED: "failed, purged, quarantined",
+        },
+    ),
+    State.DOOMED: Facts(
+        "doomed", slot=True, found=False, evicted=False, becomes={State.FREE: "last lease or I/O ends"}
+    ),
+    State.HEAD: Facts("head", slot=False, found=False, evicted=False, becomes={State.FREE: "list closed"}),
+}
+"""In the order of an object's life; a list's own row comes last."""
+
+NAMES: Final = tuple(facts.name for _, facts in sorted(STATES.items()))
+_SLOT: Final = tuple(facts.slot for _, facts in sorted(STATES.items()))
+_BECOMES: Final = tuple(frozenset(facts.becomes) for _, facts in sorted(STATES.items()))
+
+
+class ForbiddenMove(Exception):
+    """A row was to go to a state that may not follow the one it is in."""
 
 
 class Rows:
-    """The columns. ``bytes`` are slot bytes by state; rows of FREE, COLD and HEAD have no slot."""
+    """The columns. ``bytes`` are slot bytes by state; rows without a slot have none."""
+
+    strict = False
+    """Whether a move that is not in the table raises :class:`ForbiddenMove`, as in all tests. Else it is refused."""
 
     def __init__(self) -> None:
-        self.bytes = [0] * (State.HEAD + 1)
+        self.bytes = [0] * len(STATES)
+        self.counters: Counter[str] = Counter()
         self.state = bytearray()
         self.logged = bytearray()  # whether the object was in a log since it was stored
         self.leases: list[int] = []  # small integers are shared: no objects of their own, and faster than an array
@@ -77,16 +155,38 @@ class Rows:
         self.key.append(b"")
         return row
 
-    def drop(self, row: int) -> None:
-        """The row is FREE: its slot is given back, it is in no list and in no index."""
-        self.state[row] = State.FREE
+    def drop(self, row: int) -> bool:
+        """The row is FREE: it is in no list and in no index, and its slot is given back next. False if it may not be.
+
+        So a row is free once: who gives it back twice does not give away what somebody else was granted meanwhile.
+        """
+        if not self.move(row, State.FREE):
+            return False
         self.logged[row] = 0
         self.before[row] = self.after[row] = -1
         self.spare.append(row)
+        return True
 
-    def move(self, row: int, state: int) -> None:
-        """Count the row's slot under another state."""
+    def move(self, row: int, state: int) -> bool:
+        """Put a row in another state, and the bytes of its slot, if it has one, under that.
+
+        False if no such move is in :data:`STATES`; then nothing has changed, and the caller leaves the row as it is.
+        At worst a slot is not used again: nothing is freed under a reader, and nothing is found that was not stored.
+        """
+        former = self.state[row]
+        if state not in _BECOMES[former]:
+            return self.refuse(row, state)
         size = self.size[row]
-        self.bytes[self.state[row]] -= size
-        self.bytes[state] += size
+        if _SLOT[former]:
+            self.bytes[former] -= size
+        if _SLOT[state]:
+            self.bytes[state] += size
         self.state[row] = state
+        return True
+
+    def refuse(self, row: int, state: int) -> bool:
+        """A row cannot go to ``state``: something that the core believes of it is wrong."""
+        if self.strict:
+            raise ForbiddenMove(f"row {row} is {NAMES[self.state[row]]} and was to become {NAMES[state]}")
+        self.counters["forbidden_moves"] += 1
+        return False

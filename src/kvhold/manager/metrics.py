@@ -60,6 +60,7 @@ COUNTERS = {
     "rewritten": "Of those, objects in DRAM that are written again.",
     "stale_io": "Answers to I/Os that were answered already.",
     "clock_went_back": "Times that the clock went back.",
+    "forbidden_moves": "Changes of a slot's state that are against the rules and were not made: an error of kvhold.",
 }
 SPACE_GAUGES = {
     "objects": "Objects that are known, in DRAM or in logs.",
