@@ -165,7 +165,7 @@ def await_arena(socket: Path) -> None:
 
 def attach(socket: Path, instance: str = "bench", name: bytes = b"") -> Engine:
     """An engine of a manager that may be just starting; under a ``name`` of its own unless one is given."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:
         try:
             return Engine(socket, instance, name or os.urandom(32))

@@ -1,11 +1,17 @@
 """A well-behaved client beside each kind of bad one: what its questions take, and what the manager's memory does.
 
+Windows with and without the bad client alternate, so that what else the machine does falls on both. Beside what the
+questions take stands what tells the manager's part of it from the machine's: the longest turn of the manager's loop in
+CPU time of its thread, and how late an uninvolved process was woken that slept meanwhile; each as the median of all
+windows' longest and as the longest of all.
+
 ./dev run python benchmarks/neighbours.py [--seconds S] [KIND...]
 ./dev run python benchmarks/neighbours.py --churn MINUTES
 """
 
 import argparse
 import itertools
+import mmap
 import os
 import re
 import signal
@@ -18,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from figures import goal, median
@@ -29,10 +36,14 @@ DRAM = "256MiB"
 BLOCKS = 100
 GAP = 0.002
 """Between questions of the well-behaved client."""
-ROUNDS = 3
+ROUNDS = 12
+STOPPED_SECONDS = 0.1
+"""From when the bad client is stopped until what it has begun is over."""
 BEYOND_MS, MORE_MIB, LEFT_MIB = 5.0, 64.0, 5.0
 """Goals: its maximum beyond that without the bad client; the manager's memory more than before, meanwhile and after."""
 SETTLE_SECONDS = 3.0
+CHURN_PAUSE = 0.5
+"""Seconds between one engine and the next."""
 CHURN_GOAL = 5.0
 """MiB that the manager's memory may grow in an hour of engines that come and go."""
 
@@ -172,10 +183,60 @@ BAD: dict[str, Callable[[Path], None]] = {
 # --- the manager ------------------------------------------------------------------------------------------------------
 
 
+class Longest:
+    """The longest duration since it was taken last, noted by one process and taken by another."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            self._seconds = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("d")
+
+    def note(self, seconds: float) -> None:
+        if seconds > self._seconds[0]:
+            self._seconds[0] = seconds
+
+    def take_ms(self) -> float:
+        found, self._seconds[0] = self._seconds[0], 0.0
+        return found * 1e3
+
+
+def manage(path: Path, arguments: list[str]) -> None:
+    """``kvhold`` with ``arguments``; what each turn of its loop took of its thread's CPU time is noted at ``path``."""
+    from kvhold.cli import main
+    from kvhold.manager import server
+
+    longest = Longest(path)
+
+    class Timed(server.Poller):
+        _since = 0.0
+
+        def poll(self, timeout: float | None) -> list[tuple[Callable[[int], None], int]]:
+            if self._since:
+                longest.note(time.thread_time() - self._since)
+            found = super().poll(timeout)
+            self._since = time.thread_time()
+            return found
+
+    server.Poller = Timed  # type: ignore[misc]
+    sys.argv = ["kvhold", *arguments]
+    main()
+
+
+def sleep_on(path: Path) -> None:
+    """Sleep like the client between its questions; how late that ends is noted at ``path``."""
+    longest = Longest(path)
+    while True:
+        until = time.monotonic() + GAP
+        time.sleep(GAP)
+        longest.note(time.monotonic() - until)
+
+
 class Manager:
     def __init__(self, folder: Path, *options: str) -> None:
         self.socket = folder / "k.sock"
-        command = [sys.executable, "-m", "kvhold.cli", "serve", "--dram", DRAM, "--socket", str(self.socket), *options]
+        self.turns = Longest(folder / "turns")
+        command = [sys.executable, __file__, "--manager", str(folder / "turns")]
+        command += ["serve", "--dram", DRAM, "--socket", str(self.socket), *options]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     @property
@@ -222,8 +283,9 @@ def manager(*options: str) -> Iterator[Manager]:
 
 
 @contextmanager
-def bad_client(kind: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, __file__, "--bad", kind, str(path)], stderr=subprocess.DEVNULL)
+def process(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """This program with other ``arguments``."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments], stderr=subprocess.DEVNULL)
     try:
         yield process
     finally:
@@ -244,36 +306,63 @@ def ask_for(engine: Engine, keys: list[bytes], seconds: float) -> list[float]:
     return times
 
 
-def told(times: list[float]) -> str:
-    ordered = sorted(times)
-    return f"p50 {median(times):6.2f}  p99 {ordered[len(ordered) * 99 // 100]:6.2f}  max {ordered[-1]:6.2f} ms"
+@dataclass
+class Seen:
+    """By the client, in milliseconds, and meanwhile by others."""
+
+    times: list[float] = field(default_factory=list)
+    longest: list[float] = field(default_factory=list)  # of each window
+    turns: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+
+    def add(self, times: list[float], turn: float, late: float) -> None:
+        self.times += times
+        self.longest.append(max(times))
+        self.turns.append(turn)
+        self.late.append(late)
+
+    def __str__(self) -> str:
+        ordered = sorted(self.times)
+        longest, turn, late = (
+            f"{median(each):6.2f} / {max(each):6.2f}" for each in (self.longest, self.turns, self.late)
+        )
+        return (
+            f"p50 {median(ordered):5.2f}  p99 {ordered[len(ordered) * 99 // 100]:6.2f}  max {longest} ms; "
+            f"longest turn {turn} ms of CPU; a sleeper {late} ms late"
+        )
 
 
 def beside(kind: str, seconds: float) -> bool:
     """One kind, in a manager of its own; whether all goals were met."""
-    with manager() as one:
+    with manager() as one, tempfile.NamedTemporaryFile() as file, process("--sleep", file.name):
         engine = attach(one.socket)
         await_arena(one.socket)
         keys = [os.urandom(32) for _ in range(BLOCKS)]
         engine.store(keys)
         ask_for(engine, keys, 0.5)
-        alone: list[float] = []
-        disturbed: list[float] = []
+        late = Longest(Path(file.name))
+        alone, disturbed = Seen(), Seen()
+
+        def look(seen: Seen) -> None:
+            one.turns.take_ms(), late.take_ms()
+            times = ask_for(engine, keys, seconds / ROUNDS)
+            seen.add(times, one.turns.take_ms(), late.take_ms())
+
         before = one.mib
         one.forget_peak()
-        with bad_client(kind, one.socket) as bad:
+        with process("--bad", kind, str(one.socket)) as bad:
             time.sleep(1.0)
             for _ in range(ROUNDS):
-                disturbed += ask_for(engine, keys, seconds / ROUNDS)
+                look(disturbed)
                 bad.send_signal(signal.SIGSTOP)
-                time.sleep(0.3)
-                alone += ask_for(engine, keys, seconds / ROUNDS)
+                time.sleep(STOPPED_SECONDS)
+                look(alone)
                 bad.send_signal(signal.SIGCONT)
             during = one.peak_mib
         time.sleep(SETTLE_SECONDS)
         after = one.mib
-    beyond, more, left = max(disturbed) - max(alone), during - before, after - before
-    print(f"{kind}\n  alone   {told(alone)}\n  beside  {told(disturbed)}  {beyond:+.2f} ms {goal(beyond, BEYOND_MS)}")
+    beyond, more, left = max(disturbed.times) - max(alone.times), during - before, after - before
+    print(f"{kind}\n  alone   {alone}\n  beside  {disturbed}\n  latency {beyond:+.2f} ms {goal(beyond, BEYOND_MS)}")
     print(
         f"  memory  {before:.1f} MiB before, {more:+.1f} meanwhile {goal(more, MORE_MIB)}, "
         f"{left:+.1f} after {goal(left, LEFT_MIB)}",
@@ -301,6 +390,7 @@ def come_and_go(path: Path) -> None:
         engine.worker.bye()
         engine.worker.close()
         print(".", end="", flush=True)
+        time.sleep(CHURN_PAUSE)
     attach(path, f"engine {os.getpid()}.dies").store([os.urandom(32) for _ in range(256)])
     os._exit(0)
 
@@ -350,7 +440,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="for each kind, and as long without it")
     parser.add_argument("--churn", type=float, metavar="MINUTES", help="engines that come and go instead")
     parser.add_argument("--bad", nargs=2, metavar=("KIND", "SOCKET"), help=argparse.SUPPRESS)
+    parser.add_argument("--sleep", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--manager", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.manager:
+        manage(Path(options.manager[0]), options.manager[1:])
+    if options.sleep:
+        sleep_on(options.sleep)
     if options.bad:
         kind, path = options.bad
         (come_and_go if kind == "come and go" else BAD[kind])(Path(path))

@@ -277,8 +277,7 @@ class Engine:
 
 def known(index: Index) -> dict[bytes, int]:
     """Rows of all keys of ``index``."""
-    distinct = {id(part): part for part in index.maps}.values()
-    return {key: row for part in distinct for key, row in part.items()}
+    return {key: row for part in index.maps for key, row in part.items()}
 
 
 def audit(core: Core) -> None:

@@ -40,7 +40,6 @@ SETTINGS = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of one row, and nothing that is large to copy."""
     monkeypatch.setattr(kvhold.core.events, "MAX_BATCH", 1)
-    monkeypatch.setattr(kvhold.core.catalogue, "_SPREAD", 4)
     monkeypatch.setattr(kvhold.core.writes, "_GHOSTS", 1)
     monkeypatch.setattr(kvhold.core.recency, "LOOK", 8)
 

@@ -236,7 +236,7 @@ def opened(**changes: object) -> wire.Open:
         (wire.Cut(-1, 1, KEY, 0), "numbers out of range"),
         (wire.Started((1,) * 257), "malformed message: Expected `array` of length <= 256"),
         (wire.Query(1, 1, 1, 0, KEY + b"\0"), "keys are torn"),
-        (wire.Release(((1, 1),) * 4097), "malformed message: Expected `array` of length <= 4096"),
+        (wire.Release(((1, 1),) * 257), "malformed message: Expected `array` of length <= 256"),
         (wire.Commit(1, b"", 0, KEY, b"", b"", (SHARD,)), "commit whose keys do not fit its rows"),
         (wire.Commit(1, b"", 0, KEY + b"\0", ONE * 2, EPOCH * 2, (SHARD,)), "commit whose keys do not fit its rows"),
         (wire.Commit(1, b"", 0, KEY * 2, ONE, EPOCH, (SHARD,)), "commit to space 1 without all of its shards"),

@@ -2,12 +2,14 @@
 
 import struct
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold import protocol as wire
+from kvhold.protocol import framing
 
 
 def cut(stream: bytes, at: list[int]) -> list[bytes]:
@@ -20,11 +22,23 @@ def framed(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
+@pytest.mark.parametrize("own", [framing._OWN, 12])
 @given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(0, 1000), max_size=12))
-def test_any_split_gives_the_same_frames(bodies: list[bytes], at: list[int]) -> None:
-    reader = wire.FrameReader(limit=40)
+def test_any_split_gives_the_same_frames(own: int, bodies: list[bytes], at: list[int]) -> None:
+    """Also of frames that get memory of their own."""
+    reader, given_, taken = wire.FrameReader(limit=40), 0, 0
     pieces = cut(b"".join(map(framed, bodies)), at)
-    assert [body for piece in pieces for body in reader.feed(piece)] == bodies
+    found = []
+    with mock.patch.object(framing, "_OWN", own):
+        for piece in pieces:
+            for body in reader.feed(piece):
+                found.append(body)
+                taken += 4 + len(body)
+            given_ += len(piece)
+            assert reader.held == given_ - taken
+    assert found == bodies
+    assert not reader.held
+    assert not reader.complete
 
 
 @given(

@@ -12,12 +12,13 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvhold import __version__
+from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.metrics import metrics
-from kvhold.manager.report import report
+from kvhold.manager.report import report, tell_spaces
 from kvhold.manager.server import Server
 from kvhold.manager.times import BOUNDS, Histogram
 from kvhold.protocol import VERSION
@@ -40,7 +41,9 @@ def said(tmp_path: Path) -> Iterator[dict[str, Any]]:
         core.handle(ev.Mapped(2), 3)
         core.handle(ev.Open(1, 1, b"n" * 32, 0, 8, (4096,), 1, label=NASTY), 4)
         core.handle(ev.LogOpened(1, 4, 1 << 20), 5)
-        yield report(server)
+        spaces: list[dict[str, Any]] = []
+        assert len(list(tell_spaces(core.catalogue, b"", spaces))) == 2
+        yield report(server, spaces)
 
 
 class Scrape:
@@ -100,3 +103,17 @@ def test_a_histogram_counts_all_that_took_at_most_so_long() -> None:
     plain = histogram.plain()
     assert (plain["count"], plain["sum"]) == (5, pytest.approx(103.0, abs=0.001))
     assert [count for _, count in plain["buckets"]] == [2] + [3] * (len(BOUNDS) - 1)
+
+
+def test_a_report_tells_of_spaces_in_slices() -> None:
+    """Of those that were used last, in the order in which they became known; no slice looks at or tells of many."""
+    catalogue = Core(4096, 1 << 20).catalogue
+    for number in range(3000):
+        index = catalogue.index(number.to_bytes(32, "little"), 0, 8, (4096,), 4096)
+        assert index is not None
+        index.used_at = number if number % 2 else None
+    told = list[dict[str, Any]]()
+    sizes = [len(told) for _ in tell_spaces(catalogue, b"", told)]
+    assert sizes == [0, 0, 0, 64, 128, 192, 256]
+    names = [int.from_bytes(bytes.fromhex(one["namespace"]), "little") for one in told]
+    assert names == list(range(3000 - 2 * 256 + 1, 3000, 2))

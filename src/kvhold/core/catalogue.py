@@ -14,10 +14,11 @@ from kvhold.core.rows import Rows, State
 from kvhold.core.segments import HEADER, Log, Segment, unpack
 from kvhold.core.story import Kind, Story, fingerprint
 
+_NO_QUOTA = Quota()
 _SPREAD = 256
 """Dictionaries of a large space: growing one of many stalls for microseconds, a big one for tens of milliseconds."""
 _SMALL = 1024
-"""Keys of a space for which one dictionary is enough."""
+"""Keys of a space for which one dictionary is enough: most spaces stay below, and collecting garbage looks at all."""
 _TRIES = 4
 """Evictions for one slot: held neighbours must not make one slot cost the whole cache."""
 _DRAIN_SHARE = 8
@@ -58,6 +59,7 @@ class Index:
         "id",
         "key_bytes",
         "maps",
+        "mask",
         "namespace",
         "objects",
         "private",
@@ -88,24 +90,25 @@ class Index:
         self.asked = self.found = self.read = 0
         self.used_at: int | None = None
         self.watchers: dict[tuple[int, int], None] = {}
-        self.maps: list[dict[bytes, int]] = [{}] * _SPREAD  # by a key's last byte
+        self.maps: list[dict[bytes, int]] = [{}]  # by as much of a key's last byte as :attr:`mask` leaves
+        self.mask = 0
         self.recency: RecencyList[Namespace]
 
     def get(self, key: bytes) -> int | None:
-        return self.maps[key[-1]].get(key)
+        return self.maps[key[-1] & self.mask].get(key)
 
     def put(self, key: bytes, row: int) -> None:
         self.objects += 1
-        self.maps[key[-1]][key] = row
-        if self.objects > _SMALL and self.maps[0] is self.maps[1]:
+        self.maps[key[-1] & self.mask][key] = row
+        if self.objects > _SMALL and not self.mask:
             known = self.maps[0]
-            self.maps = [{} for _ in range(_SPREAD)]
+            self.maps, self.mask = [{} for _ in range(_SPREAD)], _SPREAD - 1
             for one, at in known.items():
-                self.maps[one[-1]][one] = at
+                self.maps[one[-1] & self.mask][one] = at
 
     def pop(self, key: bytes) -> None:
         self.objects -= 1
-        del self.maps[key[-1]][key]
+        del self.maps[key[-1] & self.mask][key]
 
     def some(self, count: int) -> list[bytes]:
         """Up to ``count`` keys; none if there are none."""
@@ -154,7 +157,7 @@ class Catalogue(Rows):
         if found is None:
             owner = self.namespaces.get(namespace)
             if owner is None:
-                quota = self.limits.quotas.get(namespace, Quota())
+                quota = self.limits.quotas.get(namespace, _NO_QUOTA)
                 owner = self.namespaces[namespace] = Namespace(namespace, quota)
             found = Index(self._next_index, owner, group, key_bytes, shards, size)
             found.recency = self.recency.open(size, owner)
@@ -199,7 +202,7 @@ class Catalogue(Rows):
     def configure(self, limits: Limits) -> None:
         self.limits = limits
         for namespace in self.namespaces.values():
-            namespace.quota = limits.quotas.get(namespace.name, Quota())
+            namespace.quota = limits.quotas.get(namespace.name, _NO_QUOTA)
 
     # --- slots --------------------------------------------------------------------------------------------------
 

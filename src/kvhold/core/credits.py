@@ -44,18 +44,23 @@ class Credits:
         if event.space in attachment.spaces or not event.key_bytes or parts > attachment.world or not size:
             return [ev.Refuse(event.session, f"space {event.space} opened twice or without geometry")]
         forgotten: list[Effect] = []
-        if self._catalogue.find(event.namespace, event.group) is None:
+        if is_new := self._catalogue.find(event.namespace, event.group) is None:
             namespace = self._catalogue.namespaces.get(event.namespace)
             if namespace is not None and len(namespace.indexes) >= self._common.limits.spaces:
                 return [ev.Refuse(event.session, f"a namespace of more than {self._common.limits.spaces} groups")]
-            if len(self._catalogue.indexes) >= self._common.limits.known_spaces:
+            crowded = len(self._catalogue.indexes) >= self._common.limits.known_spaces
+            unused = self._first_brought(attachment)
+            if unused is None and crowded:
                 unused = self._catalogue.longest_unused()
-                if unused is None:
-                    return [ev.Refuse(event.session, f"{len(self._catalogue.indexes)} spaces are open already")]
+            if unused is not None:
                 forgotten = self._common.start(self._forget(unused), event.session)
+            elif crowded:
+                return [ev.Refuse(event.session, f"{len(self._catalogue.indexes)} spaces are open already")]
         index = self._catalogue.index(event.namespace, event.group, event.key_bytes, event.shards, size)
         if index is None:
             return [ev.Refuse(event.session, "the same namespace is known with another geometry")]
+        if is_new:
+            attachment.brought.append(index.id)
         self._catalogue.use(index)
         index.namespace.label = event.label
         index.chain = index.chain or event.chain
@@ -72,6 +77,14 @@ class Credits:
         index.namespace.wanting += space.want > 0
         opened = ev.Opened(event.session, event.space, self.target(attachment, space), note)
         return [opened, *forgotten, *self.share()]
+
+    def _first_brought(self, attachment: Attachment) -> Index | None:
+        """Of too many spaces that an engine has brought, the first one that nobody has open."""
+        while len(attachment.brought) >= self._common.limits.brought_spaces:
+            index = self._catalogue.indexes.get(attachment.brought.popleft())
+            if index is not None and not index.users:
+                return index
+        return None
 
     def _forget(self, index: Index) -> Work:
         """Give up what is stored in a space that nobody has open, unless somebody opens it again."""

@@ -88,7 +88,7 @@ def _names(index: Index, key: bytes) -> Iterator[bytes]:
     if len(key) == index.key_bytes:
         yield key
     elif len(key) == MARK and len(key) < index.key_bytes:
-        known = list(index.maps[key[-1]])  # one of many maps: few even of a large index's keys
+        known = list(index.maps[key[-1] & index.mask])  # one of many maps: few even of a large index's keys
         for start in range(0, len(known), ev.MAX_BATCH):
             yield from [name for name in known[start : start + ev.MAX_BATCH] if name.endswith(key)]
             yield b""

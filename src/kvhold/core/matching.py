@@ -301,10 +301,10 @@ class Matching:
 
 def _leading(index: Index, keys: Sequence[bytes]) -> list[int]:
     """The rows of the leading ones of ``keys`` that are there."""
-    maps, found = index.maps, list[int]()
+    maps, mask, found = index.maps, index.mask, list[int]()
     try:
         for key in keys:
-            found.append(maps[key[-1]][key])
+            found.append(maps[key[-1] & mask][key])
     except KeyError:
         pass
     return found

@@ -6,6 +6,7 @@ only when every one of its sessions has said so or is proved dead; a closed sock
 """
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -98,6 +99,7 @@ class Attachment:
     limbo: set[int] = field(default_factory=set)  # sessions whose socket closed without a word
     operations: dict[int, Operation] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
+    brought: deque[int] = field(default_factory=deque)  # indexes that it was the first to open, in that order
     answering: int = 0  # questions that are not answered yet
     wanting: int = 0  # its spaces that want credits
     asked: int = 0  # keys that its operations name

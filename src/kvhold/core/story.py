@@ -48,7 +48,7 @@ class Kind(IntEnum):
 Entry = tuple[int, Kind, int, int, int, int]
 """When, kind, subject, actor, a, b."""
 
-LOOK = 2048
+LOOK = 256
 """Entries that are looked at without a pause."""
 
 MARK = 8

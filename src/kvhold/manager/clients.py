@@ -35,7 +35,7 @@ PROCESS_CLIENTS = 128
 PROCESS_OPERATORS = 8
 STRANGERS = 64
 """Clients that have not introduced themselves; with one more, the one that has been here longest is let go."""
-ACCEPTS = 8
+ACCEPTS = 4
 """Clients that are let in at once."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PAUSE_SECONDS = 1.0
@@ -356,7 +356,7 @@ class Clients:
             connection.close()
 
 
-def _decode(body: bytes) -> wire.ClientMessage:
+def _decode(body: bytes | memoryview) -> wire.ClientMessage:
     try:
         return wire.FROM_CLIENT.decode(body)
     except msgspec.DecodeError as error:

@@ -98,7 +98,7 @@ class Connection:
             data, self._opening = memoryview(self._opening)[len(PREAMBLE) :], b""
         self._reader.add(data)
 
-    def body(self) -> bytes | None:
+    def body(self) -> bytes | memoryview | None:
         """The next complete frame's. Raises ProtocolError."""
         return self._reader.take()
 

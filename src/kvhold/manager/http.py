@@ -18,7 +18,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvhold.manager.config import ConfigError
 from kvhold.manager.metrics import metrics
-from kvhold.manager.report import report
 from kvhold.manager.server import Server
 
 log = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class _Http:
     async def _said(self) -> dict[str, Any]:
         """The manager's report: one that is asked for now, for all who ask meanwhile."""
         if self._report is None or self._report.done():
-            self._report = asyncio.wrap_future(self._server.ask(lambda: report(self._server)))
+            self._report = asyncio.wrap_future(self._server.ask_report())
         return await asyncio.shield(self._report)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from kvhold import __version__
 from kvhold.core.catalogue import Catalogue, Index
+from kvhold.core.turns import Work
 from kvhold.manager.clients import MAX_CLIENTS, OPERATORS, STRANGERS
 from kvhold.manager.connection import Connection, Stage
 from kvhold.manager.limits import limits_document
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _ROLES = {"admin": "operators"}
 SPACES = 256
 """Spaces that are told of, those that were used last, beside how many there are."""
+_LOOK, _TOLD = 1024, 64
+"""Spaces that are compared, and those that are told of, without a pause."""
 
 
 def _ago(then: int | None, now: int) -> float | None:
@@ -28,12 +31,26 @@ def _ago(then: int | None, now: int) -> float | None:
     return None if then is None else max(0, now - then) / 1e9
 
 
-def _spaces(catalogue: Catalogue, namespace: bytes, now: int) -> list[dict[str, Any]]:
-    """What is stored for each (namespace, group), and how often what was asked for was there.
+def tell_spaces(catalogue: Catalogue, namespace: bytes, told: list[dict[str, Any]]) -> Work:
+    """Adds to ``told`` what is stored for each (namespace, group), and how often what was asked for was there.
 
     ``idle_seconds`` ago any of it was stored or used last, ``oldest_seconds`` ago what DRAM will evict next of it.
     """
-    indexes = _latest(catalogue, namespace)
+    owner = catalogue.namespaces.get(namespace)
+    known = list(catalogue.indexes.values()) if not namespace else list(owner.indexes.values()) if owner else []
+    latest: list[Index] = []  # that were used last
+    for start in range(0, len(known), _LOOK):
+        some = [*latest, *known[start : start + _LOOK]]
+        latest = nlargest(SPACES, some, key=lambda index: -1 if index.used_at is None else index.used_at)
+        yield []
+    latest.sort(key=lambda index: index.id)
+    for start in range(0, len(latest), _TOLD):
+        told += _spaces(catalogue, latest[start : start + _TOLD])
+        yield []
+
+
+def _spaces(catalogue: Catalogue, indexes: Sequence[Index]) -> list[dict[str, Any]]:
+    now = time.monotonic_ns()
     return [
         {
             "namespace": index.namespace.name.hex(),
@@ -60,8 +77,8 @@ def _clients(connections: Iterable[Connection]) -> dict[str, dict[str, int]]:
     return {kind: {"connected": kinds[kind], "limit": limit} for kind, limit in limits.items()}
 
 
-def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
-    """Plain data; sizes in bytes. ``accounts`` sum to ``arena.populated``. ``spaces`` may be of one namespace alone."""
+def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Plain data; sizes in bytes. ``accounts`` sum to ``arena.populated``. ``spaces`` are of :func:`tell_spaces`."""
     core, now = server.core, time.monotonic_ns()
     return {
         "version": __version__,
@@ -106,7 +123,7 @@ def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
         "answers": {kind: times.plain() for kind, times in server.times.answers.items()},
         "namespaces": len(core.catalogue.namespaces),
         "spaces_known": len(core.catalogue.indexes),
-        "spaces": _spaces(core.catalogue, namespace, now),
+        "spaces": spaces,
         "instances": [
             {
                 "instance": attachment.instance,
@@ -135,11 +152,3 @@ def report(server: Server, namespace: bytes = b"") -> dict[str, Any]:
             if connection.role and connection.role != "admin"
         ],
     }
-
-
-def _latest(catalogue: Catalogue, namespace: bytes) -> list[Index]:
-    """The spaces that were used last, in the order in which they became known."""
-    owner = catalogue.namespaces.get(namespace)
-    spaces = list(catalogue.indexes.values()) if not namespace else list(owner.indexes.values()) if owner else []
-    latest = nlargest(SPACES, spaces, key=lambda index: -1 if index.used_at is None else index.used_at)
-    return sorted(latest, key=lambda index: index.id)

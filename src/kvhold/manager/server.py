@@ -7,15 +7,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvhold import protocol as wire
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.turns import Work
 from kvhold.manager.clients import Clients
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.connection import Connection, Stage
@@ -25,7 +26,7 @@ from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.poller import Poller
 from kvhold.manager.proof import UnknownPeer, peer_pidfd
 from kvhold.manager.pulse import Pulse
-from kvhold.manager.report import report
+from kvhold.manager.report import report, tell_spaces
 from kvhold.manager.ssd import Latecomer
 from kvhold.manager.store import Store
 from kvhold.manager.times import Times
@@ -117,6 +118,24 @@ class Server:
                 future.set_exception(error)
 
         self._calls.put(run)
+        self._wake()
+        return future
+
+    def ask_report(self) -> Future[dict[str, Any]]:
+        """What ``kvhold status`` tells; it is made in slices, on the loop's thread."""
+        future: Future[dict[str, Any]] = Future()
+
+        def tell() -> Work:
+            try:
+                future.set_result((yield from self._report(b"")))
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+        def begin() -> None:
+            if future.set_running_or_notify_cancel():
+                self._apply(self.core.common.start(tell()))
+
+        self._calls.put(begin)
         self._wake()
         return future
 
@@ -362,7 +381,7 @@ class Server:
             case wire.Retire(token):
                 self._retire(token)
             case wire.Status(namespace):
-                self._send(connection, wire.StatusReply(msgspec.json.encode(report(self, namespace))))
+                self._apply(self.core.common.start(self._tell(connection, namespace), connection.id, question=True))
             case wire.Purge(namespace, older):
                 if not 0 <= older < 1e9:
                     raise wire.ProtocolError(f"a purge of what is older than {older} s")
@@ -387,6 +406,15 @@ class Server:
                 event = event_of(connection.id, message)
                 self.times.asked(connection, message)
                 self._handle(event)
+
+    def _tell(self, connection: Connection, namespace: bytes) -> Work:
+        said = yield from self._report(namespace)
+        self._send(connection, wire.StatusReply(msgspec.json.encode(said)))
+
+    def _report(self, namespace: bytes) -> Generator[list[ev.Effect], None, dict[str, Any]]:
+        spaces: list[dict[str, Any]] = []
+        yield from tell_spaces(self.core.catalogue, namespace, spaces)
+        return report(self, spaces)
 
     def _hello(self, connection: Connection, hello: wire.Hello) -> None:
         if not 0 < hello.world <= 1024 or not 0 <= hello.rank < hello.world or len(hello.instance) > 256:

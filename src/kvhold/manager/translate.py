@@ -47,8 +47,8 @@ QUESTIONS = (
 )
 """What is answered: it is of no use to who is gone, and waits while former answers wait to be read."""
 LATER, ANSWERS = (
-    (wire.Purge, wire.Flush, wire.Explain, wire.List),
-    (wire.Purged, wire.Flushed, wire.Explained, wire.Listed),
+    (wire.Status, wire.Purge, wire.Flush, wire.Explain, wire.List),
+    (wire.StatusReply, wire.Purged, wire.Flushed, wire.Explained, wire.Listed),
 )
 """An operator's questions that take time, and their answers: there is one at a time."""
 

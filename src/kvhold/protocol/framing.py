@@ -1,5 +1,6 @@
 """Frames: how messages are cut out of a byte stream, and how much of it anybody may send."""
 
+import mmap
 import struct
 from collections.abc import Iterator
 
@@ -9,8 +10,8 @@ MAX_FRAME = 4 << 20
 """Longest frame, in bytes: a query of 65,536 keys of 32 bytes fits."""
 MAX_KEYS = 65_536
 """Keys in one query."""
-MAX_OPS = 4096
-"""Operations in one release: as many as one engine may have."""
+MAX_OPS = 256
+"""Operations in one release: each of them becomes objects of a hundred bytes where it is read."""
 VERSION = 6
 """Version of the protocol; both sides must speak the same."""
 PREAMBLE = b"KVHOLD" + struct.pack("<H", VERSION)
@@ -30,6 +31,11 @@ SOCKET_TAKEN = 3
 """Exit status of a manager whose socket another one has; to who started it: somebody was faster, attach to that."""
 
 _LENGTH = struct.Struct("<I")
+_OWN = 256 << 10
+"""Bytes of a frame from which on what comes of it is kept in memory of its own.
+
+That is never moved as it fills, and the system has it back at once.
+"""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -58,19 +64,30 @@ def check_preamble(data: bytes) -> None:
 class FrameReader:
     """Collects bytes, as they come, and gives the bodies of complete frames. Raises ProtocolError for one too long."""
 
-    __slots__ = ("_buffer", "_limit")
+    __slots__ = ("_buffer", "_filled", "_large", "_limit")
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
-        self._buffer = bytearray()
+        self._large: mmap.mmap | None = None  # the first frame's own memory
+        self._filled = 0  # bytes of it that have come
+        self._buffer = bytearray()  # what comes after that
         self._limit = limit
 
     def add(self, data: bytes | memoryview) -> None:
+        if self._large is None and self._end() > max(_OWN, len(self._buffer)):
+            self._large, self._filled = mmap.mmap(-1, self._end()), len(self._buffer)
+            self._large[: self._filled] = self._buffer
+            self._buffer.clear()
+        if self._large is not None:
+            part = data[: len(self._large) - self._filled]
+            self._large[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            data = data[len(part) :]
         self._buffer += data
 
     @property
     def held(self) -> int:
         """Bytes that were added and not taken."""
-        return len(self._buffer)
+        return self._filled + len(self._buffer)
 
     def _end(self) -> int:
         """Where the first frame ends; beyond what is here, if its rest or its length is not."""
@@ -84,10 +101,17 @@ class FrameReader:
     @property
     def complete(self) -> bool:
         """Whether :meth:`take` has a frame to give."""
+        if self._large is not None:
+            return self._filled == len(self._large)
         return self._end() <= len(self._buffer)
 
-    def take(self) -> bytes | None:
+    def take(self) -> bytes | memoryview | None:
         """The body of the first frame, if all of it is here."""
+        if self._large is not None:
+            if not self.complete:
+                return None
+            whole, self._large, self._filled = self._large, None, 0
+            return memoryview(whole)[_LENGTH.size :]
         end = self._end()
         if end > len(self._buffer):
             return None
@@ -95,7 +119,7 @@ class FrameReader:
         del self._buffer[:end]
         return body
 
-    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes | memoryview]:
         """Yield each body that ``data`` completes."""
         self.add(data)
         while (body := self.take()) is not None:

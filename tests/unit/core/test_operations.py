@@ -213,7 +213,7 @@ class TestUsed:
         assert ev.Waiting in map(type, told)
         index = world.core.catalogue.find(NAMESPACE, 0)
         assert index is not None
-        assert all(world.core.catalogue.stamp[index.maps[key[-1]][key]] > clock for key in chain(4))
+        assert all(world.core.catalogue.stamp[index.get(key)] > clock for key in chain(4))
 
     @pytest.mark.parametrize("wrong", ["torn", "many", "unknown"])
     def test_it_has_the_limits_of_what_is_asked_for(self, wrong: str, monkeypatch: pytest.MonkeyPatch):

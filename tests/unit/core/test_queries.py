@@ -257,7 +257,7 @@ class TestLong:
         world.handle(engine.query_event(keys))
         catalogue = world.core.catalogue
         (index,) = catalogue.indexes.values()
-        catalogue.remove(index.maps[keys[6][-1]][keys[6]])
+        catalogue.remove(index.get(keys[6]))
         (answer,) = world.run()
         assert (answer.resident, answer.reason) == (6, Reason.NOT_STORED)
         assert world.accounts["leased"] == 6 * SLOT

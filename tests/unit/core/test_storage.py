@@ -42,7 +42,7 @@ def state_of(world: World, key: bytes) -> int:
 def places(world: World, keys: list[bytes]) -> list[int]:
     index = world.core.catalogue.find(NAMESPACE, 0)
     assert index is not None
-    return [world.core.catalogue.place[index.maps[key[-1]][key]] for key in keys]
+    return [world.core.catalogue.place[index.get(key)] for key in keys]
 
 
 def keys_of(io: ev.Write | ev.Read | Any) -> list[bytes]:

@@ -1,6 +1,7 @@
 """Who asks for much waits for its own; what is asked for costs a batch at a time; nothing is done for who is gone."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from core_world import NAMESPACE, SLOT, World, chain
@@ -8,7 +9,7 @@ from core_world import NAMESPACE, SLOT, World, chain
 from kvhold.core import events as ev
 from kvhold.core.events import Effect, Gone
 from kvhold.core.limits import Limits
-from kvhold.core.story import LOOK
+from kvhold.core.story import LOOK, Kind, Story
 from kvhold.core.turns import MANAGER, Turns
 
 KEYS = b"".join(chain(400))
@@ -189,6 +190,21 @@ class TestKnownSpaces:
         assert world.core.counters["forgotten"] == 6
         assert world.core.objects == 12
 
+    def test_of_what_one_engine_has_brought_its_first_is_forgotten_and_nothing_of_others(self):
+        world = World(pages=64, limits=Limits(brought_spaces=2))
+        for number in range(3):
+            self.open(world, number, keep=False)  # each by an engine of its own
+        one, other = world.engine("one", space=False), world.engine("other", space=False)
+        for number in range(4, 9):
+            space = number
+            one.open(space, namespace=f"{number:032}".encode(), slots=4)
+            one.commit(chain(3), space=space)
+            if number == 5:
+                other.open(namespace=f"{number:032}".encode(), slots=0)
+            world.settle(ev.Close(one.scheduler, space))
+            one.back(one.take(len(one.slots[space]), space))
+        assert self.known(world) == {0, 1, 2, 5, 7, 8}
+
     def test_no_more_are_opened_than_may_be_known(self):
         world = World(pages=64, limits=Limits(known_spaces=2))
         self.open(world, 1, keep=True)
@@ -264,3 +280,15 @@ class TestKnownSpaces:
             world.core.handle(ev.Populated(0), world.now)
         assert engine.query(keys).resident == 3000
         assert world.resident(keys) == keys
+
+
+def test_what_is_remembered_is_looked_at_a_batch_at_a_time():
+    story, looked = Story(4 * ev.MAX_BATCH), list[int]()
+    for number in range(5 * ev.MAX_BATCH):
+        story.note(Kind.MISSED, number, 1, 2, 3)
+    slices = [0]
+    for entry in story.latest(lambda entry: bool(looked.append(entry[2]))):
+        assert entry is None
+        slices.append(len(looked))
+    assert looked == list(range(5 * ev.MAX_BATCH - 1, ev.MAX_BATCH - 1, -1)), "all that is not forgotten, latest first"
+    assert all(end - start <= ev.MAX_BATCH for start, end in pairwise(slices))
