@@ -16,6 +16,7 @@ from typing import Any
 from figures import goal, median, spread
 
 from kvhold import protocol as wire
+from kvhold.client.budget import Budget
 from kvhold.client.channel import AttachError, Channel
 from kvhold.client.control import Control, Geometry, Ticket
 
@@ -34,9 +35,10 @@ class Engine:
         self.worker = Channel(socket, wire.Hello("worker", instance, 0, 1, "benchmark"), 5)
         self.worker.send(wire.Mapped())
         keeper: Any = SimpleNamespace(channel=Channel(socket, wire.Hello("scheduler", instance, 0, 1, "benchmark"), 5))
-        self.control = Control(keeper, step_seconds=1.0, read_seconds=10.0)
+        self.control = Control(keeper, read_seconds=10.0)
+        self.budget = Budget(1.0)
         while not self.control.attachment:
-            self.control.new_step()
+            self.control.take_up()
         for group in range(GROUPS):
             self.control.open(1 + group, Geometry(name, group, 32, (SHARD,)), 4096 if group == 0 else 0)
 
@@ -53,10 +55,11 @@ class Engine:
 
     def ask(self, keys: list[bytes]) -> float:
         """Seconds from a request's hashes to the offsets of its blocks."""
-        self.control.new_step()
+        self.budget.renew()
+        self.control.take_up()
         begun = time.perf_counter()
         ticket = self.control.ask(1, 0, b"".join(keys))
-        answer = self.control.answer(ticket)
+        answer = self.control.answer(ticket, self.budget)
         seconds = time.perf_counter() - begun
         assert answer is not None, "no answer within a second"
         assert answer.resident == len(keys), (len(keys), answer)
@@ -68,15 +71,16 @@ class Engine:
 
         Without the engine's own search in between.
         """
-        self.control.new_step()
+        self.budget.renew()
+        self.control.take_up()
         begun = time.perf_counter()
         packed = b"".join(keys)
         looked = self.control.look(tuple((1 + group, packed) for group in range(GROUPS)))
-        tiers = self.control.residency(looked)
+        tiers = self.control.residency(looked, self.budget)
         assert tiers is not None
         assert tiers[0] == b"\1" * len(keys)
         ticket = self.control.prepare(looked, ((1, packed),), ())
-        answer = self.control.answer(ticket)
+        answer = self.control.answer(ticket, self.budget)
         seconds = time.perf_counter() - begun
         assert answer is not None
         assert len(answer.offsets) == 8 * len(keys)
@@ -86,7 +90,7 @@ class Engine:
     def idle_step(self) -> float:
         """CPU seconds of a step in which nothing is asked."""
         begun = time.thread_time()
-        self.control.new_step()
+        self.control.take_up()
         return time.thread_time() - begun
 
 
@@ -137,12 +141,12 @@ def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
     def ask(former: Ticket | None) -> ChainQuestion:
         return ChainQuestion(engine.control, 1, 16, 0, 16 * len(keys), keys, former)
 
-    lookups = Lookups(engine.control, Accounts(), patience=lambda tokens: 10.0)
+    lookups = Lookups(engine.control, engine.budget, Accounts(), patience=lambda tokens: 10.0)
     names = [f"request {number}" for number in range(PENDING)]
     times = []
     for step in range(220):
         begun = time.thread_time()
-        engine.control.new_step()
+        engine.control.take_up()
         found = [lookups.find(name, 0, 16 * len(keys), ask) for name in names]
         if step >= 20:
             times.append((time.thread_time() - begun) * 1e3)

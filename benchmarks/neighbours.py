@@ -382,7 +382,7 @@ def come_and_go(path: Path) -> None:
         keys = [os.urandom(32) for _ in range(256)]
         engine.store(keys)
         for count in range(64, 257, 64):
-            engine.control.new_step()
+            engine.control.take_up()
             ticket = engine.control.ask(1, 0, b"".join(keys[:count]))
             engine.control.answer(ticket)  # some of it, or none, where others have stored much meanwhile
             engine.control.release((ticket,))

@@ -94,7 +94,7 @@ def warm_up(llm: LLM, credits: int = 64) -> None:
     half = scheduler_side(llm)
 
     def granted() -> bool:
-        half.control.new_step()
+        half.control.take_up()
         tokens = half._config.scheduler_config.max_num_batched_tokens
         return half._spaces.opened and all(
             len(half.control.credit.get(space, ())) >= min(credits, 2 * max(1, tokens // group.block_tokens))
@@ -107,7 +107,7 @@ def warm_up(llm: LLM, credits: int = 64) -> None:
 def attached(llm: LLM) -> bool:
     """Whether plans may be made; looks at the session as a step would."""
     control = scheduler_side(llm).control
-    control.new_step()
+    control.take_up()
     return bool(control.attachment)
 
 

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvhold import protocol as wire
+from kvhold.client.budget import Budget
 from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
 from kvhold.engines.common import spaces
@@ -73,7 +74,7 @@ class Answer:
         self.reason, self.cut, self.junction = "not_stored", None, 0
         self.stored = (range(16, hit + 1, 16),)
 
-    def progress(self, patient: bool) -> bool:
+    def progress(self, budget: Budget | None) -> bool:
         if self.fails:
             raise IndexError("an answer of a wrong length")
         return True
@@ -98,7 +99,7 @@ class Asking:
         )
         self.hit, self.fails = hit, fails
         self.accounts = Accounts()
-        self.lookups = Lookups(self.control, self.accounts, patience=lambda tokens: 1.0)
+        self.lookups = Lookups(self.control, Budget(0.0), self.accounts, patience=lambda tokens: 1.0)
 
     def ask(self, former: Ticket | None) -> Any:
         self.asked += 1
@@ -796,11 +797,11 @@ def test_of_many_announced_blocks_each_step_asks_about_a_few() -> None:
     assert len(believed) == len(many)
     there = {key for key in many if rng.random() < 0.5}
     keeper: Any = SimpleNamespace(channel=None)
-    events._control = control = Control(keeper, 0.0, 10.0, 10.0)
+    events._control = control = Control(keeper, 10.0, 10.0)
     control.watcher = events
 
     def step() -> None:
-        control.new_step()
+        control.take_up()
         for event in events.take():
             told = set(event.block_hashes)
             assert len(told) <= 1100, "what one step tells is bounded, too"
@@ -814,7 +815,7 @@ def test_of_many_announced_blocks_each_step_asks_about_a_few() -> None:
     steps = 0
     for space, most in ((8, 5), (9, 1 << 30)):  # the first of the new sessions ends when a part has been asked
         keeper.channel = line = Line(there)
-        control.new_step()
+        control.take_up()
         control.open(space, Geometry(b"n" * 32, 0, 32, (4096,)), 0)
         events.begun((space,))
         for _ in range(most):
@@ -865,7 +866,7 @@ def test_of_two_questions_about_a_block_the_later_one_counts(last: int) -> None:
     answers: dict[int, tuple[bytes, ...]] = {}
     control: Any = events._control
     control.look = lambda parts: Ticket(len(events._asked) + 1, 1, 1, time.monotonic())
-    control.residency = lambda ticket, patient: answers.get(ticket.op)
+    control.residency = lambda ticket: answers.get(ticket.op)
     control.release = lambda tickets: None
     events._ask(7, [key], {key: published()})
     events.removed(7, [key])

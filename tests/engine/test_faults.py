@@ -253,7 +253,7 @@ def _fail(*_: object) -> None:
         ("kvhold.copy.host.HostCopier", "begin_restore"),
         ("kvhold.copy.host.HostCopier", "advance"),
         ("kvhold.client.control.Control", "pump"),
-        ("kvhold.client.control.Control", "new_step"),
+        ("kvhold.client.control.Control", "take_up"),
         ("kvhold.client.control.Control", "ask"),
         ("kvhold.client.control.Control", "release"),
         ("kvhold.client.control.Control", "commit"),

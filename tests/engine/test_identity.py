@@ -126,7 +126,7 @@ def ready(llm: LLM, adapter: LoRARequest) -> None:
     half = scheduler_side(llm)
 
     def granted() -> bool:
-        half.control.new_step()
+        half.control.take_up()
         spaces = half._spaces.of(adapter_of(adapter))
         return spaces is not None and all(len(half.control.credit[space]) >= 64 for space in spaces)
 

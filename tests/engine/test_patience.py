@@ -76,7 +76,7 @@ def test_what_came_too_late_for_a_hit_is_not_stored_again(
 
 
 def _leases(half: SchedulerHalf) -> int:
-    half.control.new_step()
+    half.control.take_up()
     return len(half.control._asked)
 
 

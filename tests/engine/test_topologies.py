@@ -139,10 +139,10 @@ def test_how_long_a_request_and_a_step_may_wait(rig: Rig, topology: str) -> None
     try:
         asked = request("r")
         assert [asks(patient, asked) for _ in range(3)] == [(None, False)] * 3, "it is deferred, in any topology"
-        assert patient.control.exhausted == 3
-        assert patient.control.waited >= 0.015
+        assert patient.budget.exhausted == 3
+        assert patient.budget.waited >= 0.015
         assert asks(hasty, asked) == (0, False)
-        assert (hasty.control.exhausted, hasty.control.waited) == (0, 0.0)
+        assert (hasty.budget.exhausted, hasty.budget.waited) == (0, 0.0)
     finally:
         rig.manager.cont()
     until(lambda: asks(patient, asked) == (BLOCKS * 32, True), "what is stored is found")
@@ -150,7 +150,7 @@ def test_how_long_a_request_and_a_step_may_wait(rig: Rig, topology: str) -> None
     for half in (patient, rig.half(topology, read_deadline_ms=0)):
         ticket = half.control.ask((half._spaces.plain or ())[0], 0, b"k" * 32)
         half.control._asked[ticket.op].waiting = True  # as the manager says that it reads from an SSD
-        half.control.answer(ticket, patient=False)
+        half.control.answer(ticket)
         hurried.append(half.control._asked[ticket.op].hurried)
     assert hurried == [False, True], "who may not wait for reads takes what is there"
 

@@ -16,7 +16,7 @@ class Asker:
 
     def __init__(self, path: str) -> None:
         keeper: Any = SimpleNamespace(channel=Channel(Path(path), wire.Hello("scheduler", "one"), 60.0))
-        self._control = Control(keeper, 0.0, 0.0, silent_seconds=0.0)
+        self._control = Control(keeper, 0.0, silent_seconds=0.0)
         self._worker = Peer(path)
         self._worker.join("worker", "one")
         self._worker.map()
@@ -24,7 +24,7 @@ class Asker:
         self._control.open(1, Geometry(NAMESPACE, 0, KEY_BYTES, (SHARD,)), 0)
 
     def _attached(self) -> bool:
-        self._control.new_step()
+        self._control.take_up()
         return self._control.attachment > 0
 
     def ask(self) -> None:

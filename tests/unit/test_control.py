@@ -1,5 +1,6 @@
 """The client's side of a question: how long it is waited for, and when nothing is asked."""
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from kvhold import protocol as wire
 from kvhold.client import control
+from kvhold.client.budget import Budget
 from kvhold.client.control import Control
 
 
@@ -37,8 +39,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def attached() -> tuple[Control, Line]:
     line = Line()
-    asking = Control(SimpleNamespace(channel=line), 0.0, 3.0)  # type: ignore[arg-type]
-    asking.new_step()
+    asking = Control(SimpleNamespace(channel=line), 3.0)  # type: ignore[arg-type]
+    asking.take_up()
     return asking, line
 
 
@@ -135,6 +137,72 @@ def test_the_answer_of_an_earlier_revision_is_not_the_later_ones(clock: list[flo
     found = asking.answer(second)
     assert found is not None
     assert found.resident == 2
+
+
+def test_a_lease_that_ended_by_itself_is_forgotten(clock: list[float]) -> None:
+    asking, line = attached()
+    tickets = [asking.ask(1, 0, b"k" * 32) for _ in range(3)]
+    line.inbox += [wire.Answer(each.op, each.revision, 1, b"o" * 8, "") for each in tickets]
+    line.inbox += [wire.Expired(each.op, each.revision) for each in tickets]
+    asking.pump()
+    assert not asking._asked
+    line.sent.clear()
+    asking.release(tickets)
+    assert not line.sent
+
+
+def test_who_does_not_wait_asks_again_and_who_does_has_a_budget(clock: list[float]) -> None:
+    asking, line = attached()
+    ticket = asking.ask(1, 0, b"k" * 32)
+    waits: list[float] = []
+
+    def receive(wait: float) -> list[Any]:
+        waits.append(wait)
+        clock[0] += wait
+        return []
+
+    line.receive = receive  # type: ignore[method-assign]
+    budget = Budget(0.25 / 16)
+    assert asking.answer(ticket) is None
+    assert waits == [0.0]
+    assert asking.answer(ticket, budget) is None
+    assert asking.answer(ticket, budget) is None
+    assert waits == [0.0, 0.0, 0.25 / 16, 0.0], "it is spent"
+    assert (budget.waited, budget.exhausted) == (0.25 / 16, 1)
+    budget.renew()
+    assert asking.answer(ticket, budget) is None
+    assert (budget.waited, budget.exhausted) == (0.25 / 8, 2)
+
+
+KEYS = [number.to_bytes(32, "big") for number in range(600)]
+
+
+@pytest.mark.parametrize(
+    ("at", "runs"),
+    [
+        (None, [(0, 256), (256, 512), (512, 600)]),
+        (range(1, 4), [(1, 4)]),
+        ([0, 1, 3, 7, 8, 9], [(0, 2), (3, 4), (7, 10)]),
+        ([5], [(5, 6)]),
+        ([*range(300), 400], [(0, 256), (256, 300), (400, 401)]),
+        ([], []),
+    ],
+)
+def test_a_commit_names_any_rows(clock: list[float], at: list[int] | None, runs: list[tuple[int, int]]) -> None:
+    """Each key's parent and depth are those that it has in the chain, whether or not that is committed with it."""
+    asking, line = attached()
+    asking.open(1, control.Geometry(b"n" * 32, 0, 32, (4096,)), 600)
+    held = list(range(600) if at is None else at)
+    rows, wide = array("I", range(1000, 1000 + len(held))), array("Q", range(len(held)))
+    line.inbox.append(wire.Grant(1, rows.tobytes(), wide.tobytes(), wide.tobytes()))
+    asking.pump()
+    asking.commit(1, b"p" * 32, 7, KEYS, asking.credit[1].take(len(held)), (4096,), at)
+    commits = [message for message in line.sent if isinstance(message, wire.Commit)]
+    assert [(c.parent, c.depth, c.keys) for c in commits] == [
+        (KEYS[start - 1] if start else b"p" * 32, 7 + start, b"".join(KEYS[start:end])) for start, end in runs
+    ]
+    assert b"".join(c.rows for c in commits) == rows.tobytes()
+    assert asking._granted[1] == 0
 
 
 @pytest.mark.parametrize("how", ["in time", "late", "expired", "unsent"])

@@ -1,16 +1,17 @@
-"""The scheduler half's side of the protocol: questions, credits and commits, none of which ever waits for long.
+"""The scheduler half's side of the protocol: questions, credits and commits.
 
-All of it runs on the engine's scheduler thread. Waiting is taken out of one budget per engine step. A manager that is
-slow is asked on and on; one that does not run is not asked until it does.
+Nothing here waits, except for an answer that the caller brings a budget for. A manager that is slow is asked on and on;
+one that does not run is not asked until it does.
 """
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvhold import protocol as wire
+from kvhold.client.budget import Budget
 from kvhold.client.channel import Channel
 from kvhold.client.keeper import Keeper
 
@@ -62,7 +63,6 @@ class _Asked:
     looks: bool = False  # and holds nothing
     waiting: bool = False  # for a disk, says the manager
     hurried: bool = False  # it was asked for what is there
-    expired: bool = False
     forgone: bool = False  # what it leases is not wanted any more
 
     @property
@@ -103,30 +103,24 @@ class Watcher(Protocol):
 
 
 class Control:
-    """One scheduler half's session, whichever it is at the moment.
+    """One scheduler half's session, whichever it is at the moment. One thread at a time may use it.
 
-    A step may wait for ``step_seconds``, and a question for ``read_seconds`` while the manager reads from a disk. After
-    ``silent_seconds`` without a turn of its loop a manager counts as one that does not run.
+    A question may wait for ``read_seconds`` while the manager reads from a disk. After ``silent_seconds`` without a
+    turn of its loop a manager counts as one that does not run.
 
     :attr:`attachment` is 0 while plans must not be made, and otherwise a number that is new for every attachment;
     what was granted, leased or asked under another number is void.
     """
 
-    def __init__(
-        self, keeper: Keeper, step_seconds: float, read_seconds: float, silent_seconds: float = SILENT_SECONDS
-    ) -> None:
+    def __init__(self, keeper: Keeper, read_seconds: float, silent_seconds: float = SILENT_SECONDS) -> None:
         self.attachment = 0
         self.incarnation = 0
         self.reports: tuple[bytes, ...] = ()  # of the workers of this attachment
-        self.waited = 0.0  # seconds, in all
-        self.exhausted = 0  # waits that used up a step's budget
         self.credit: dict[int, Slots] = {}
         self.watcher: Watcher | None = None
         self._key_bytes: dict[int, int] = {}  # by space
         self._keeper = keeper
         self._channel: Channel | None = None
-        self._step_seconds = step_seconds
-        self._left = step_seconds
         self._read_seconds = read_seconds
         self._silent_seconds = silent_seconds
         self._attachments = 0
@@ -138,10 +132,9 @@ class Control:
 
     # --- the session --------------------------------------------------------------------------------------------
 
-    def new_step(self) -> None:
-        """A new engine step has begun: its waiting budget is whole. Only here is another session taken up, so that
-        all of one step's plans are made against one manager."""
-        self._left = self._step_seconds
+    def take_up(self) -> None:
+        """Go on with the session of this moment, and take in what was said. Only here is another one taken up, so that
+        all that is planned between two calls is planned against one manager."""
         channel = self._keeper.channel
         if channel is not self._channel:
             self._reset()
@@ -185,8 +178,8 @@ class Control:
                     if asked.forgone:
                         self.release((asked.ticket,))  # it shall not be read for nobody
             case wire.Expired(op, revision):
-                if asked := self._latest(op, revision):
-                    asked.expired = True
+                if self._latest(op, revision):
+                    del self._asked[op]  # it holds nothing any more
             case wire.Recall(space, keep):
                 slots = self.credit.get(space)
                 if slots is not None and (surplus := min(len(slots), self._granted[space] - keep)) > 0:
@@ -282,11 +275,11 @@ class Control:
         self._ask(wire.Lookup(ticket.op, parts))
         return ticket
 
-    def residency(self, ticket: Ticket, patient: bool = True) -> tuple[bytes, ...] | None:
+    def residency(self, ticket: Ticket, budget: Budget | None = None) -> tuple[bytes, ...] | None:
         """Per part a byte for each key, 0 for what is nowhere; waited for like :meth:`answer`."""
         asked = self._latest(ticket.op, ticket.revision)
         if asked is not None and not asked.answered:
-            self._await(asked, patient)
+            self._await(asked, budget)
         if asked is None or self._asked.get(ticket.op) is not asked:
             return None
         return asked.tiers
@@ -313,46 +306,38 @@ class Control:
         asked = self._asked.get(op)
         return asked if asked is not None and asked.ticket.revision == revision else None
 
-    def answer(self, ticket: Ticket, patient: bool = True) -> wire.Answer | None:
-        """The answer to a question, waited for within what is left of the step's budget; None if it is not here yet."""
+    def answer(self, ticket: Ticket, budget: Budget | None = None) -> wire.Answer | None:
+        """The answer to a question; None if it is not here yet, nor comes within what is left of ``budget``, if any."""
         asked = self._latest(ticket.op, ticket.revision)
         if asked is not None and not asked.answered:
-            self._await(asked, patient)
+            self._await(asked, budget)
         if asked is None or asked.answer is None or self._asked.get(ticket.op) is not asked:
             return None
         if not asked.answer.offsets:
             del self._asked[ticket.op]  # it holds nothing: there is nothing to give up
         return asked.answer
 
-    def _await(self, asked: _Asked, patient: bool) -> None:
+    def _await(self, asked: _Asked, budget: Budget | None) -> None:
         self.pump()
         ticket = asked.ticket
         if asked.waiting and not asked.hurried and time.monotonic() - ticket.since >= self._read_seconds:
             asked.hurried = True
             self._send(wire.Hurry(ticket.op, ticket.revision))
-        if not patient or self.silent:
+        if budget is None or self.silent:
             return
-        while not asked.answered and not asked.waiting and self._asked and self._left > 0:
-            self.spend(self.pump)
+        while not asked.answered and not asked.waiting and self._asked and budget.left > 0:
+            budget.spend(self.pump)
 
-    def spend(self, wait: Callable[[float], object]) -> None:
-        """Have ``wait`` wait for something, at most for what is left of the step's budget."""
-        if self._left > 0:
-            begun = time.monotonic()
-            wait(self._left)
-            spent = time.monotonic() - begun
-            self._left -= spent
-            self.waited += spent
-            self.exhausted += self._left <= 0
-
-    def overdue(self, ticket: Ticket, patience: float) -> bool:
-        """Whether an answer will not be waited for any longer: after ``patience`` seconds, or if none can come."""
+    def left(self, ticket: Ticket, patience: float) -> float:
+        """Seconds for which an answer is still to be waited for, which is worth ``patience``; 0 if none can come."""
         asked = self._latest(ticket.op, ticket.revision)
         if asked is None or self.silent:
-            return True
-        if not asked.waiting:
-            return time.monotonic() - ticket.since >= patience
-        return time.monotonic() - ticket.since >= self._read_seconds + patience
+            return 0.0
+        return ticket.since + patience + (self._read_seconds if asked.waiting else 0.0) - time.monotonic()
+
+    def overdue(self, ticket: Ticket, patience: float) -> bool:
+        """Whether an answer will not be waited for any longer."""
+        return self.left(ticket, patience) <= 0
 
     def forgo(self, ticket: Ticket) -> None:
         """Restore nothing of what ``ticket`` asked for; its answer may still come, and what it leases is given up."""
@@ -370,7 +355,7 @@ class Control:
     def start(self, ticket: Ticket) -> bool:
         """Declare that what ``ticket`` leased is about to be restored; False if it may not be any more."""
         asked = self._latest(ticket.op, ticket.revision)
-        if asked is None or asked.answer is None or asked.expired or self._channel is None:
+        if asked is None or asked.answer is None or self._channel is None:
             return False
         self._send(wire.Started((ticket.op,)))
         return self._channel.drained and time.monotonic() - ticket.since < wire.RESTORE_WITHIN
@@ -392,15 +377,27 @@ class Control:
     # --- publishing ---------------------------------------------------------------------------------------------
 
     def commit(
-        self, space: int, parent: bytes, depth: int, keys: Sequence[bytes], slots: Slots, shards: tuple[int, ...]
+        self,
+        space: int,
+        parent: bytes,
+        depth: int,
+        chain: Sequence[bytes],
+        slots: Slots,
+        shards: tuple[int, ...],
+        at: Sequence[int] | None = None,
     ) -> None:
-        """The slots hold ``keys``, which follow ``parent`` and each other in a chain, the first at ``depth`` in it."""
-        self._spend(space, len(keys))
-        for start in range(0, len(keys), MAX_BATCH):
-            part, some = slots.part(start, start + MAX_BATCH), b"".join(keys[start : start + MAX_BATCH])
-            before = keys[start - 1] if start else parent
+        """``slots[i]`` holds the key ``chain[at[i]]``, positions ascending; without ``at`` they hold all of the chain.
+
+        The keys of ``chain`` follow ``parent`` and each other, the first at ``depth`` in it.
+        """
+        held = range(len(slots)) if at is None else at
+        self._spend(space, len(slots))
+        for start, end in _runs(held):
+            first = held[start]
+            part, keys = slots.part(start, end), b"".join(chain[first : first + end - start])
+            before = chain[first - 1] if first else parent
             rows, epochs = part.rows.tobytes(), part.epochs.tobytes()
-            self._send(wire.Commit(space, before, depth + start, some, rows, epochs, shards))
+            self._send(wire.Commit(space, before, depth + first, keys, rows, epochs, shards))
 
     def _spend(self, space: int, count: int) -> None:
         if space in self._granted:
@@ -422,3 +419,12 @@ class Control:
 
 def _split(keys: bytes, size: int) -> list[bytes]:
     return [keys[at : at + size] for at in range(0, len(keys), size)]
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where in ``positions``, from and to, neighbours follow each other: at most a batch of them at a time."""
+    start = 0
+    for end in range(1, len(positions) + 1):
+        if end == len(positions) or positions[end] != positions[end - 1] + 1 or end - start == MAX_BATCH:
+            yield start, end
+            start = end

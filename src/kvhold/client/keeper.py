@@ -82,8 +82,6 @@ class Keeper:
         self._farewell = farewell if self._reads else _nothing
         self._stopping = True
         if not self._reads:
-            if self._embedded is not None:
-                self._embedded.write_out()
             farewell()
         self.wake()
         if self._thread.ident is not None:
@@ -96,6 +94,11 @@ class Keeper:
                 self._last.close()
         if self._embedded is not None:
             self._embedded.close()
+
+    def write_out(self) -> None:
+        """Have the engine's own manager write what waits for its SSD, for a few seconds."""
+        if self._embedded is not None:
+            self._embedded.write_out()
 
     def wake(self) -> None:
         """Have :meth:`Half.tick` called soon."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvhold import protocol as wire
+from kvhold.client.arena import ArenaMapping
 from kvhold.client.control import padded
 from kvhold.client.keeper import Half, Keeper
 from kvhold.copy.engine import Copier
@@ -54,7 +55,7 @@ class Copies:
         # group that it is about.
         self.loads: dict[str, tuple[int, Job, list[int]]] = {}
         self.publishes: dict[int, tuple[int, Job, int]] = {}
-        self.mappings = Mappings(hello, copier, self._running)
+        self.mappings = Mappings(hello, self)
         self.keeper = attach(self.mappings)
         self._report = report
         self._copier = copier
@@ -65,11 +66,19 @@ class Copies:
         self._unfilled: set[int] = set()
         self._looked: dict[int, bytes] = {}  # what was loaded, by number of the look
         self._saved = -1  # the last step whose publishes were begun
+        self._begun = 0  # the last step all of whose copies were
 
-    def _running(self, step: int) -> bool:
-        """Whether a copy planned in ``step`` or earlier has not ended."""
+    # --- for the keeper, on its thread --------------------------------------------------------------------------
+
+    def register(self, arena: ArenaMapping) -> None:
+        self._copier.register(arena)
+
+    def unregister(self, arena: ArenaMapping) -> None:
+        self._copier.unregister(arena)
+
+    def ended(self, plan: int) -> bool:
         copies = [*self.loads.values(), *self.publishes.values()]
-        return any(planned <= step and not job.ended for planned, job, _ in copies)
+        return self._begun >= plan and all(job.ended for planned, job, _ in copies if planned <= plan)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -89,7 +98,8 @@ class Copies:
         for publish in plan.publishes:
             if self._report.owner == self._report.rank and self._report.shard_bytes[publish.group]:
                 self.publishes[publish.batch] = plan.step, self._begin_publish(plan, publish), publish.group
-        if self.mappings.begun(plan.step):
+        self._begun = plan.step
+        if self.mappings.has_old:
             self.keeper.wake()
 
     # A copy that cannot be begun is a failed one, because somebody waits for its end.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from kvhold.client.budget import Budget
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.questions import Part, Question
@@ -47,13 +48,15 @@ class Lookup:
 
 
 class Lookups:
-    """Questions by request id. ``patience`` says how many seconds an answer about so many tokens is worth.
+    """Questions by request id. ``patience`` says how many seconds an answer about so many tokens is worth; ``budget``
+    is what a step may wait for all of them.
 
     Every engine defers, also one that runs in step with others: a step without work costs it less than a prompt.
     """
 
-    def __init__(self, control: Control, accounts: Accounts, patience: Callable[[int], float]) -> None:
+    def __init__(self, control: Control, budget: Budget, accounts: Accounts, patience: Callable[[int], float]) -> None:
         self._control = control
+        self._budget = budget
         self._accounts = accounts
         self._patience = patience
         self._by_request: dict[str, Lookup] = {}
@@ -66,7 +69,7 @@ class Lookups:
         if lookup.closed or lookup.question is None:
             return 0
         wanted = limit > local
-        if not lookup.answered and not self._take_answer(lookup, patient=wanted):
+        if not lookup.answered and not self._take_answer(lookup, self._budget if wanted else None):
             if not wanted or lookup.closed:
                 return 0
             if not self._control.overdue(lookup.question.ticket, lookup.patience):
@@ -94,7 +97,7 @@ class Lookups:
         if lookup.late and lookup.question.learn():
             lookup.late, lookup.answered = False, True
         if not lookup.answered and not lookup.closed:
-            self._take_answer(lookup, patient=True)
+            self._take_answer(lookup, self._budget)
         if lookup.answered:
             return lookup.question.stored
         if lookup.closed and not lookup.late:
@@ -187,11 +190,11 @@ class Lookups:
         lookup.closed = True
         self._release(lookup)
 
-    def _take_answer(self, lookup: Lookup, patient: bool) -> bool:
+    def _take_answer(self, lookup: Lookup, budget: Budget | None) -> bool:
         question = lookup.question
         assert question is not None
         try:
-            if not question.progress(patient):
+            if not question.progress(budget):
                 return False
         except Exception:
             log.exception("kvhold: a search for a hit failed; its request is computed")

@@ -3,13 +3,12 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvhold import protocol as wire
 from kvhold.client.arena import ArenaMapping
 from kvhold.client.channel import Channel
-from kvhold.copy.engine import Copier
 
 log = logging.getLogger(__name__)
 
@@ -22,23 +21,34 @@ class Session:
     arena: ArenaMapping
 
 
-class Mappings:
-    """Arenas by session, mapped and let go on the keeper's thread; the engine's thread only looks at what there is.
+class Copies(Protocol):
+    """Who copies to and from the arenas, by plans that have growing numbers: an engine's steps, or single copies."""
 
-    An older session's arena goes once no plan can name it any more and no copy uses it: ``running`` says whether a copy
-    that was planned in a step or earlier has not ended.
+    def register(self, arena: ArenaMapping) -> None:
+        """Make ``arena`` ready to be copied to and from; may take seconds, on the keeper's thread, and may raise."""
+
+    def unregister(self, arena: ArenaMapping) -> None:
+        """Undo :meth:`register`; no copy of ``arena`` runs any more."""
+
+    def ended(self, plan: int) -> bool:
+        """Whether all copies of plans up to this one have been begun and have ended. Called on the keeper's thread."""
+
+
+class Mappings:
+    """Arenas by session, mapped and let go on the keeper's thread; other threads only look at what there is.
+
+    An older session's arena goes once its scheduler half has attached again, so that no later plan can name it, and
+    all ``copies`` of earlier plans have ended.
     """
 
-    def __init__(self, hello: wire.Hello, copier: Copier, running: Callable[[int], bool]) -> None:
+    def __init__(self, hello: wire.Hello, copies: Copies) -> None:
         self._hello = hello
-        self._copier = copier
-        self._running = running
-        # Shared by both threads; never held across a copy or a call.
+        self._copies = copies
+        # Shared by the threads; never held across a copy or a call.
         self._lock = threading.Lock()
         self._sessions: list[Session] = []  # the newest last; older ones until nothing may use them any more
-        self._done_step = 0  # the last step all of whose copies were begun
         self._retired: deque[int] = deque(maxlen=64)  # tokens of sessions that were let go
-        self._settled_step: int | None = None  # older sessions are used by plans up to this step only
+        self._settled: int | None = None  # older sessions are used by plans up to this one only
 
     # --- for the keeper, on its thread --------------------------------------------------------------------------
 
@@ -51,7 +61,7 @@ class Mappings:
         try:
             arena = ArenaMapping(channel.arena_fd, channel.welcome.arena_bytes, channel.welcome.incarnation)
             try:
-                self._copier.register(arena)
+                self._copies.register(arena)
             except Exception:
                 arena.close()
                 raise
@@ -60,15 +70,14 @@ class Mappings:
             raise
         with self._lock:
             self._sessions.append(Session(channel.welcome.token, arena))
-            self._settled_step = None
+        self._settled = None
         channel.send(wire.Mapped())
 
     def readable(self, channel: Channel) -> None:
         for message in channel.receive():
             match message:
-                case wire.Settled(step):
-                    with self._lock:
-                        self._settled_step = step
+                case wire.Settled(plan):
+                    self._settled = plan
                 case wire.Refused(reason):
                     log.warning("kvhold: the manager ended the session: %s", reason)
                     channel.abandon()
@@ -77,12 +86,11 @@ class Mappings:
 
     def tick(self, channel: Channel) -> bool:
         """Let go of older sessions' arenas once no plan and no copy can name them; True while there are any."""
+        if not self.has_old:
+            return False
+        if self._settled is None or not self._copies.ended(self._settled):
+            return True
         with self._lock:
-            settled = self._settled_step
-            if len(self._sessions) < 2:
-                return False
-            if settled is None or self._done_step < settled or self._running(settled):
-                return True
             *old, newest = self._sessions
             self._sessions = [newest]
         for session in old:
@@ -92,22 +100,22 @@ class Mappings:
         return False
 
     def _unmap(self, session: Session) -> None:
-        self._copier.unregister(session.arena)
+        self._copies.unregister(session.arena)
         session.arena.close()
 
-    # --- on the engine's thread ---------------------------------------------------------------------------------
+    # --- on any thread ------------------------------------------------------------------------------------------
+
+    @property
+    def has_old(self) -> bool:
+        """Whether an older session's arena waits for its end."""
+        with self._lock:
+            return len(self._sessions) > 1
 
     def arena(self, incarnation: int) -> ArenaMapping | None:
         """The arena of the manager of ``incarnation``, if it is mapped."""
         with self._lock:
             found = [session.arena for session in self._sessions if session.arena.incarnation == incarnation]
         return found[-1] if found else None
-
-    def begun(self, step: int) -> bool:
-        """All copies of ``step`` were begun; whether an older arena waits for that."""
-        with self._lock:
-            self._done_step = step
-            return len(self._sessions) > 1
 
     def close(self) -> None:
         """Unmap all, once nothing is copied and the keeper has ended."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+from kvhold.client.budget import Budget
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.common.groups import Group
 from kvhold.protocol import MAX_KEYS
@@ -111,8 +112,8 @@ class Question(ABC):
         self.read: Collection[int] = ()
 
     @abstractmethod
-    def progress(self, patient: bool) -> bool:
-        """Whether the question is answered; waits for it, if ``patient``, within the step's budget."""
+    def progress(self, budget: Budget | None) -> bool:
+        """Whether the question is answered; waits for it within ``budget``, if any."""
 
     @abstractmethod
     def forgo(self) -> None:
@@ -147,8 +148,8 @@ class ChainQuestion(Question):
         keys = b"".join(hashes[: self._end + 1])
         super().__init__(control.ask(space, self._first, keys, former))
 
-    def progress(self, patient: bool) -> bool:
-        answer = self._control.answer(self.ticket, patient)
+    def progress(self, budget: Budget | None) -> bool:
+        answer = self._control.answer(self.ticket, budget)
         if answer is None:
             return False
         offsets = array("Q")
@@ -172,7 +173,7 @@ class ChainQuestion(Question):
         self._control.forgo(self.ticket)
 
     def learn(self) -> bool:
-        answer = self._control.answer(self.ticket, patient=False)
+        answer = self._control.answer(self.ticket)
         if answer is not None:
             self._take_resident(answer.resident)
         return answer is not None
@@ -220,16 +221,16 @@ class GroupsQuestion(Question):
         parts = tuple((space, b"".join(keys)) for space, keys in zip(self._spaces, self._keys, strict=True))
         return self._control.look(parts, former)
 
-    def progress(self, patient: bool) -> bool:
+    def progress(self, budget: Budget | None) -> bool:
         while True:
             if self._wanted is None:
-                tiers = self._control.residency(self.ticket, patient)
+                tiers = self._control.residency(self.ticket, budget)
                 if tiers is None:
                     return False
                 self._take_residency(tiers)
                 if not self._prepare():
                     return True
-            answer = self._control.answer(self.ticket, patient)
+            answer = self._control.answer(self.ticket, budget)
             if answer is None:
                 return False
             if self._take_answer(answer.offsets, answer.reason, answer.read):
@@ -241,7 +242,7 @@ class GroupsQuestion(Question):
 
     def learn(self) -> bool:
         if not self.stored:
-            tiers = self._control.residency(self.ticket, patient=False)
+            tiers = self._control.residency(self.ticket)
             if tiers is None:
                 return False
             self._control.release((self.ticket,))

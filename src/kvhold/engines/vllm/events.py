@@ -219,7 +219,7 @@ class CacheEvents:
         while self._under_way and next(iter(self._under_way.values())).since < long_ago:
             del self._under_way[next(iter(self._under_way))]
         for each in list(self._asked):
-            tiers = self._control.residency(each.ticket, patient=False)
+            tiers = self._control.residency(each.ticket)
             if tiers is not None:
                 [here] = tiers
                 pairs = zip(each.keys, here, strict=False)

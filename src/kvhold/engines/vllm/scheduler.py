@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from kvhold.client.budget import Budget
 from kvhold.client.channel import Channel
 from kvhold.client.control import SILENT_SECONDS, Control, Ticket
 from kvhold.engines.common.accounts import Accounts
@@ -86,12 +87,9 @@ class SchedulerHalf:
         self._keeper = make_keeper(self, engine_of(instance_of(config)), settings, reads=False)
         deadline = None if settings.answer_deadline_ms is None else settings.answer_deadline_ms / 1e3
         self._patience = Patience(deadline)
-        self.control = Control(
-            self._keeper,
-            settings.step_budget_ms / 1e3,
-            settings.read_deadline_ms / 1e3,
-            max(SILENT_SECONDS, deadline or 0.0),
-        )
+        silent = max(SILENT_SECONDS, deadline or 0.0)
+        self.control = Control(self._keeper, settings.read_deadline_ms / 1e3, silent)
+        self.budget = Budget(settings.step_budget_ms / 1e3)
         told = config.kv_events_config
         self.events = None
         if told is not None and told.enable_kv_cache_events:
@@ -106,7 +104,7 @@ class SchedulerHalf:
             config.scheduler_config.max_num_batched_tokens if self._publishes_wanted else 0,
             self.events,
         )
-        self._lookups = Lookups(self.control, self.accounts, self._patience.of)
+        self._lookups = Lookups(self.control, self.budget, self.accounts, self._patience.of)
         self._publishing = Publishing(
             self.control,
             self.accounts,
@@ -166,7 +164,7 @@ class SchedulerHalf:
         """Wait a while for the workers' word on their KV. Raises ValueError, listing them, when they disagree."""
         end = time.monotonic() + _READY_SECONDS
         while self._keeper.channel is not None and time.monotonic() < end:
-            self.control.new_step()
+            self.control.take_up()
             if self.control.attachment:
                 agree(self.control.reports)
                 break
@@ -199,7 +197,8 @@ class SchedulerHalf:
         """The groups' spaces to speak of in this step, opened if they are not; None if there is nobody to speak to."""
         if not self._in_step:
             self._in_step = True  # before the session is looked at: see hello()
-            self.control.new_step()
+            self.budget.renew()
+            self.control.take_up()
         return self._spaces.plain
 
     def _spaces_of(self, request: "Request") -> tuple[int, ...] | None:
@@ -243,7 +242,7 @@ class SchedulerHalf:
         if adapter is not None:
             sure = self._adapters.look(name, adapter)
             if sure is None and local < limit:
-                self.control.spend(self._adapters.wait)
+                self.budget.spend(self._adapters.wait)
                 sure = self._adapters.look(name, adapter)
                 if sure is None:
                     return None, False
@@ -515,12 +514,13 @@ class SchedulerHalf:
         """Counts since the last call; the engine asks for them when a step's output is here."""
         self._patience.step_ends()
         waited, exhausted = self._reported
-        self._reported = self.control.waited, self.control.exhausted
-        self.accounts.add("scheduler_wait_seconds", self.control.waited - waited)
-        self.accounts.add("step_budget_exhausted", self.control.exhausted - exhausted)
+        self._reported = self.budget.waited, self.budget.exhausted
+        self.accounts.add("scheduler_wait_seconds", self.budget.waited - waited)
+        self.accounts.add("step_budget_exhausted", self.budget.exhausted - exhausted)
         return KvHoldStats.taken(self.accounts)
 
     def shutdown(self) -> None:
+        self._keeper.write_out()
         self._keeper.stop(self.control.bye)
         self._adapters.stop()
 

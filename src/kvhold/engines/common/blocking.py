@@ -1,0 +1,451 @@
+"""The blocking face: any thread of an engine finds, restores and publishes, and waits no longer than it says.
+
+For engines that have threads to wait in, and no steps. One process is both halves of an engine instance of one rank.
+
+Which thread uses what:
+
+* :class:`~kvhold.client.control.Control`, the spaces and the numbers of plans belong to whoever holds the lock. It is
+  held for moments: never across a wait, a copy, a read from a disk or the mapping of an arena.
+* The scheduler half's keeper thread reads what the manager says, and wakes who waits for it. So credits are returned
+  when they are asked back and leases are known to have ended, whatever the engine does.
+* The worker half's keeper thread maps arenas and takes old ones away, when the copies that may use them have ended.
+* Copies run on the engine's threads.
+
+Whatever happens to the manager, what cannot be had in time is a miss: nothing raises for it.
+"""
+
+import threading
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from kvhold import protocol as wire
+from kvhold.client.arena import ArenaMapping
+from kvhold.client.channel import Channel
+from kvhold.client.control import MAX_BATCH, SILENT_SECONDS, Control, Geometry, Slots, Ticket, padded
+from kvhold.client.keeper import Half, Keeper
+from kvhold.engines.common.buffers import Buffer, copy_in, copy_out, moves
+from kvhold.engines.common.mappings import Mappings
+
+_FIRST_ATTACH_SECONDS = 10.0
+"""How long a start waits for each half's first session."""
+_LAST_COPY_SECONDS = 30.0
+"""How long an end waits for copies that were begun; they need nobody but this process."""
+_LOOK_SECONDS = 0.02
+"""Who waits looks so often whether the manager still runs."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Objects of one kind: ``size`` bytes each, under ``key_bytes`` long keys. Made by :meth:`Blocking.open`."""
+
+    number: int
+    size: int
+    geometry: Geometry
+    slots: int
+
+    def packed(self, keys: Sequence[bytes]) -> bytes:
+        """Raises ValueError for a key of another length."""
+        packed = b"".join(keys)
+        if any(len(key) != self.geometry.key_bytes for key in keys):
+            raise ValueError(f"keys of this space have {self.geometry.key_bytes} bytes")
+        return packed
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """``count`` objects, from ``skip`` on, that are leased to be restored; ``reason`` says why it is not all.
+
+    The lease ends when it is restored or released, or by itself: a hit can be restored for half a minute, and the
+    manager keeps the objects for twice as long.
+    """
+
+    space: Space
+    count: int
+    reason: str
+    ticket: Ticket | None = None
+    offsets: "array[int]" = field(default_factory=lambda: array("Q"), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A copy that may be made: its number, and the arena it is about."""
+
+    number: int
+    arena: ArenaMapping
+    slots: Slots = field(default_factory=Slots)
+
+
+class _Scheduler:
+    """What the keeper tells the scheduler half."""
+
+    def __init__(self, face: "Blocking") -> None:
+        self._face = face
+        self._old: deque[int] = deque(maxlen=64)  # tokens of sessions
+
+    def hello(self) -> wire.Hello:
+        # The keeper has taken the old session away before it asks: what is planned from now on is not planned on that.
+        return wire.Hello("scheduler", self._face.instance, 0, 1, self._face.label, self._face.parted())
+
+    def attached(self, channel: Channel) -> None:
+        for token in self._old:  # all of them: the word may have been lost with the session that carried it
+            channel.send(wire.Retire(token))
+        self._old.append(channel.welcome.token)
+
+    def readable(self, channel: Channel) -> None:
+        self._face.told()
+
+    def tick(self, channel: Channel) -> bool:
+        return False
+
+
+class Blocking:
+    """An engine's way to a manager, for threads that may wait. It attaches in the background, again and again.
+
+    ``instance`` is the engine's id, which nobody else may have; a person recognises it by ``label``. ``attach`` makes
+    the keeper of a half, which reads on its own thread. What has to be read from an SSD is waited for ``read_seconds``
+    long.
+
+    ``counts`` are objects: ``asked = found + missed_<reason>``, and of the found ones those ``restored``, and those
+    ``void`` because the lease was over; ``offered = present + published + unpublished_<reason>``.
+    """
+
+    def __init__(self, instance: str, label: str, attach: Callable[[Half], Keeper], read_seconds: float = 2.0) -> None:
+        self.instance = instance
+        self.label = label
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Condition()  # notified when the manager has said something, and when a copy has ended
+        self._closed = False
+        self._spaces: dict[int, Space] = {}
+        self._next_space = 1
+        self._attachment = 0  # in which the spaces are open
+        self._planned = 0  # the number of the last plan
+        self._plans: set[int] = set()  # whose copies may run
+        self._mappings = Mappings(wire.Hello("worker", instance, 0, 1, label), self)
+        self._worker = attach(self._mappings)
+        self._scheduler = attach(_Scheduler(self))
+        self._control = Control(self._scheduler, read_seconds, SILENT_SECONDS)
+        self._worker.start(_FIRST_ATTACH_SECONDS)
+        self._scheduler.start(_FIRST_ATTACH_SECONDS)
+
+    # --- for the keepers, on their threads ----------------------------------------------------------------------
+
+    def told(self) -> None:
+        """The manager has said something, or is gone."""
+        with self._lock:
+            self._take_up()
+            self._lock.notify_all()
+
+    def parted(self) -> int:
+        """The number of the last plan that may have been made in a session that is over."""
+        with self._lock:
+            self.told()
+            return self._planned
+
+    def register(self, arena: ArenaMapping) -> None:
+        """Nothing to prepare: host memory is copied as it is."""
+
+    def unregister(self, arena: ArenaMapping) -> None:
+        """Nothing was prepared."""
+
+    def ended(self, plan: int) -> bool:
+        """Whether no copy of a plan up to this one runs."""
+        with self._lock:
+            return all(running > plan for running in self._plans)
+
+    # --- spaces -------------------------------------------------------------------------------------------------
+
+    def open(self, geometry: Geometry, slots: int) -> Space:
+        """Speak of ``geometry``, which has one shard, from now on; up to ``slots`` objects are published at a time."""
+        (size,) = geometry.shards
+        geometry = replace(geometry, shards=(padded(size),))
+        with self._lock:
+            space = self._spaces[self._next_space] = Space(self._next_space, size, geometry, slots)
+            self._next_space += 1
+            if self._attachment and self._attachment == self._control.attachment:
+                self._control.open(space.number, geometry, slots)
+            return space
+
+    def close_space(self, space: Space) -> None:
+        """Speak of ``space`` no more. Hits that it gave are void, and copies that are under way are not published."""
+        with self._lock:
+            if self._spaces.pop(space.number, None) is not None:
+                self._control.close(space.number)
+            self._lock.notify_all()
+
+    # --- the session --------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether a manager serves this instance now."""
+        with self._lock:
+            self._take_up()
+            return bool(self._control.attachment)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a manager that serves this instance; whether there is one."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            while not self._closed and not self.attached and (left := end - time.monotonic()) > 0:
+                self._lock.wait(min(left, _LOOK_SECONDS))
+            return self.attached
+
+    def close(self) -> None:
+        """Who waits has a miss at once; copies that run are waited for. What does not end stays mapped, and leased."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._lock.notify_all()
+            end = time.monotonic() + _LAST_COPY_SECONDS
+            while self._plans and (left := end - time.monotonic()) > 0:
+                self._lock.wait(left)
+            idle = not self._plans
+        self._scheduler.write_out()
+        self._scheduler.stop(self._bye)
+        self._worker.stop(self._worker_bye if idle else _nothing)
+        if idle:
+            self._mappings.close()
+
+    def _bye(self) -> None:
+        with self._lock:
+            self._control.bye()
+
+    def _worker_bye(self) -> None:
+        if (channel := self._worker.channel) is not None:
+            channel.bye()
+
+    def _take_up(self) -> None:
+        """Go on with the session of this moment, and open in it what is spoken of."""
+        control = self._control
+        control.take_up()
+        if control.attachment and control.attachment != self._attachment and not self._closed:
+            self._attachment = control.attachment
+            for space in self._spaces.values():
+                control.open(space.number, space.geometry, space.slots)
+
+    def _hindrance(self, space: Space) -> str:
+        """Why nothing can be asked now; empty if it can."""
+        if self._closed or space.number not in self._spaces:
+            return "closed"
+        self._take_up()
+        if not self._control.attachment:
+            return "detached"
+        return "deadline" if self._control.silent else ""
+
+    def _await(self, space: Space, ticket: Ticket, seconds: float, take: Callable[[Ticket], T | None]) -> T | None:
+        """What ``take`` has of the answer to ``ticket``; None, and the question is given up, once that is overdue."""
+        control = self._control
+        while (found := take(ticket)) is None:
+            left = control.left(ticket, seconds)
+            if self._closed or space.number not in self._spaces or left <= 0:
+                control.release((ticket,))
+                break
+            self._lock.wait(min(left, _LOOK_SECONDS))
+        return found
+
+    # --- finding and restoring ----------------------------------------------------------------------------------
+
+    def look(self, space: Space, keys: Sequence[bytes], seconds: float) -> bytes:
+        """For each key 0 if it is nowhere, 1 if it is in DRAM, 2 if it is on SSD alone. Nothing is leased.
+
+        Waits at most ``seconds``; what is not known by then is nowhere.
+        """
+        keys = keys[: wire.MAX_KEYS]
+        packed = space.packed(keys)
+        with self._lock:
+            if self._hindrance(space):
+                return bytes(len(keys))
+            ticket = self._control.look(((space.number, packed),))
+            tiers = self._await(space, ticket, seconds, self._control.residency)
+            self._control.release((ticket,))
+        return tiers[0] if tiers is not None and len(tiers[0]) == len(keys) else bytes(len(keys))
+
+    def find(self, space: Space, keys: Sequence[bytes], seconds: float, skip: int = 0) -> Hit:
+        """Lease as many of ``keys`` as there are, from ``skip`` on up to the first that is missing.
+
+        ``keys`` are a chain from its beginning; those before ``skip`` the engine has, and they count as used. Waits at
+        most ``seconds`` for the answer. Where something has to be read from an SSD, it waits ``read_seconds`` for that
+        and as long as before for the word on what has come by then.
+        """
+        keys = keys[: wire.MAX_KEYS]
+        packed, wanted = space.packed(keys), max(0, len(keys) - skip)
+        with self._lock:
+            hit = self._find(space, packed, skip, seconds) if wanted else Hit(space, 0, "")
+            self._count("asked", wanted)
+            self._count("found", hit.count)
+            self._count(f"missed_{hit.reason or 'not_stored'}", wanted - hit.count)
+            return hit
+
+    def _find(self, space: Space, packed: bytes, skip: int, seconds: float) -> Hit:
+        if reason := self._hindrance(space):
+            return Hit(space, 0, reason)
+        ticket = self._control.ask(space.number, skip, packed)
+        answer = self._await(space, ticket, seconds, self._control.answer)
+        if answer is None:
+            return Hit(space, 0, self._hindrance(space) or "deadline")
+        offsets = array("Q")
+        offsets.frombytes(answer.offsets)
+        return Hit(space, len(offsets), answer.reason, ticket, offsets)
+
+    def restore(self, hit: Hit, buffers: Sequence[Buffer]) -> int:
+        """Copy ``hit`` into ``buffers``, one for each of its objects; its lease ends then.
+
+        How many were copied: all, or none if the hit cannot be had any more. Waits for nothing but the copy. Raises
+        ValueError for buffers that do not fit; the hit may be restored then, or released.
+        """
+        made = moves(buffers[: hit.count], hit.offsets, hit.space.size)
+        ticket = hit.ticket
+        if ticket is None or not made:
+            return 0
+        with self._lock:
+            plan = self._begin(hit.space)
+            if plan is None or not self._control.start(ticket):
+                self._end(plan)
+                self._void(ticket, hit.count)
+                return 0
+        copied = 0
+        try:
+            copy_out(plan.arena.address, made)
+            copied = hit.count
+        finally:
+            with self._lock:
+                self._end(plan)
+                self._count("restored", copied)
+                self._void(ticket, hit.count - copied)
+        return copied
+
+    def release(self, hit: Hit) -> None:
+        """Give a hit up that is not to be restored."""
+        if hit.ticket is not None:
+            with self._lock:
+                self._control.release((hit.ticket,))
+
+    def _void(self, ticket: Ticket, count: int) -> None:
+        self._control.release((ticket,))
+        self._count("void", count)
+
+    def _count(self, name: str, objects: int) -> None:
+        if objects:
+            self.counts[name] += objects
+
+    def _begin(self, space: Space, slots: Slots | None = None) -> _Plan | None:
+        """A plan to copy in the session of this moment; None if there is none, or the space is closed."""
+        if self._closed or space.number not in self._spaces or not self._control.attachment:
+            return None
+        arena = self._mappings.arena(self._control.incarnation)
+        if arena is None:
+            return None
+        self._planned += 1
+        self._plans.add(self._planned)
+        return _Plan(self._planned, arena, slots or Slots())
+
+    def _end(self, plan: _Plan | None) -> None:
+        if plan is not None:
+            self._plans.discard(plan.number)
+            self._lock.notify_all()
+
+    # --- publishing ---------------------------------------------------------------------------------------------
+
+    def publish(
+        self, space: Space, keys: Sequence[bytes], buffers: Sequence[Buffer], seconds: float, skip: int = 0
+    ) -> list[bool]:
+        """Store ``keys`` from ``skip`` on, whose objects are in ``buffers``: of each, whether it is stored.
+
+        ``keys`` are a chain from its beginning, as in :meth:`find`. What is there already is not copied; it counts as
+        used, and so does what comes before it. Waits at most ``seconds`` for what is there and for room, beside the
+        copies. Buffers may change when it returns. Raises ValueError for buffers that do not fit.
+        """
+        end = time.monotonic() + seconds
+        stored = [False] * len(buffers)
+        keys = keys[: wire.MAX_KEYS]
+        packed, offered = space.packed(keys), len(keys) - skip
+        if offered > len(buffers) or skip < 0:
+            raise ValueError(f"{len(buffers)} buffers for {offered} keys")
+        moves(buffers, [0] * len(buffers), space.size)  # whether they fit
+        with self._lock:
+            attachment, present, reason = self._present(space, packed, skip, seconds)
+        missing = [at for at in range(offered) if not present[at]] if not reason else []
+        for at in range(offered):
+            stored[at] = bool(present[at])
+        while missing:
+            with self._lock:
+                plan, reason = self._take(space, attachment, len(missing), end)
+            if plan is None:
+                break
+            part, missing = missing[: len(plan.slots)], missing[len(plan.slots) :]
+            copied = False
+            try:
+                made = moves([buffers[at] for at in part], plan.slots.offsets, space.size)
+                copy_in(plan.arena.address, made)
+                copied = True
+            finally:
+                with self._lock:
+                    kept = self._conclude(space, keys, plan, attachment, [skip + at for at in part] if copied else [])
+            for at in part:
+                stored[at] = kept
+            if not kept:
+                reason = "closed" if space.number not in self._spaces else "detached"
+                break
+        with self._lock:
+            self._count("offered", len(stored))
+            self._count("present", sum(map(bool, present)))
+            self._count("published", sum(stored) - sum(map(bool, present)))
+            self._count(f"unpublished_{reason or 'too_many'}", len(stored) - sum(stored))
+        return stored
+
+    def _present(self, space: Space, packed: bytes, skip: int, seconds: float) -> tuple[int, bytes, str]:
+        """The session, of each key from ``skip`` on whether it is there, and why nothing can be stored if so."""
+        size = space.geometry.key_bytes
+        nowhere = bytes(max(0, len(packed) // size - skip))
+        if reason := self._hindrance(space):
+            return 0, nowhere, reason
+        control = self._control
+        attachment, before = control.attachment, 1 if skip else 0
+        ticket = control.look(((space.number, packed[(skip - before) * size :]),))
+        tiers = self._await(space, ticket, seconds, control.residency)
+        if tiers is None or control.attachment != attachment:
+            return 0, nowhere, self._hindrance(space) or "deadline"
+        there = tiers[0] or bytes(before) + nowhere  # of a space that could not be opened nothing is known
+        control.use(ticket, ((space.number, packed),) if any(there) else ())
+        if before and not there[0] and space.geometry.chain:
+            return 0, nowhere, "unreachable"
+        return attachment, there[before:], ""
+
+    def _take(self, space: Space, attachment: int, most: int, end: float) -> tuple[_Plan | None, str]:
+        """Slots to copy at most ``most`` objects to, waited for until ``end``; or why there are none."""
+        while True:
+            if reason := self._hindrance(space):
+                return None, reason
+            if self._control.attachment != attachment:
+                return None, "detached"
+            if credit := self._control.credit[space.number]:
+                slots = credit.take(min(len(credit), most, MAX_BATCH))
+                plan = self._begin(space, slots)
+                if plan is None:
+                    self._control.give_back(space.number, slots)
+                return plan, "detached"
+            if (left := end - time.monotonic()) <= 0:
+                return None, "no_room"
+            self._lock.wait(min(left, _LOOK_SECONDS))
+
+    def _conclude(self, space: Space, keys: Sequence[bytes], plan: _Plan, attachment: int, copied: list[int]) -> bool:
+        """The copy of ``plan`` has ended: publish what was ``copied``, whose positions in ``keys`` these are."""
+        self._end(plan)
+        self._take_up()
+        if self._control.attachment != attachment:
+            return False
+        if not copied or space.number not in self._spaces:
+            self._control.give_back(space.number, plan.slots)
+            return False
+        self._control.commit(space.number, b"", 0, keys, plan.slots, space.geometry.shards, copied)
+        return True
+
+
+def _nothing() -> None:
+    pass
