@@ -23,9 +23,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from figures import median
 from lookup import await_arena
 
 Prompt = list[int]
@@ -130,11 +132,13 @@ def post(url: str, body: dict[str, Any], **headers: str) -> bytes:
     return answer
 
 
-def ask(url: str, prompt: Prompt, rank: int) -> int:
-    """Tokens of the prompt that did not have to be computed."""
+def ask(url: str, prompt: Prompt, rank: int) -> tuple[int, float]:
+    """Tokens of the prompt that did not have to be computed, and the milliseconds until its answer."""
     body = {"model": "ranks", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    begun = time.perf_counter()
     answer = json.loads(post(f"{url}/v1/completions", body, **{"X-data-parallel-rank": str(rank)}))
-    return (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    took = (time.perf_counter() - begun) * 1e3
+    return (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0, took
 
 
 def missed(url: str) -> Counter[str]:
@@ -147,23 +151,34 @@ def missed(url: str) -> Counter[str]:
     return total
 
 
-def hits(url: str, ranks: int, prompts: Sequence[Prompt], at_once: int) -> tuple[float, Counter[str]]:
-    """Percent of the prompts' whole blocks that were restored, and why others were not."""
+@dataclass
+class Hits:
+    """Of some prompts: percent of their whole blocks that were restored, medians of what their answers took, the first
+    and the second time, and of the second time the tokens that were not restored, by reason."""
+
+    percent: float
+    first_ms: float
+    second_ms: float
+    missed: Counter[str]
+
+
+def hits(url: str, ranks: int, prompts: Sequence[Prompt], at_once: int) -> Hits:
     with ThreadPoolExecutor(at_once) as clients:
 
-        def all_of(turn: int) -> list[int]:
+        def all_of(turn: int) -> list[tuple[int, float]]:
             each = ((prompt, (number + turn) % ranks) for number, prompt in enumerate(prompts))
             return list(clients.map(lambda one: ask(url, *one), each))
 
-        all_of(0)
+        first = all_of(0)
         post(f"{url}/reset_prefix_cache", {})
         before = missed(url)
-        restored = sum(all_of(1))
+        second = all_of(1)
     possible = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts)
-    return 100 * restored / possible, missed(url) - before
+    percent = 100 * sum(tokens for tokens, _ in second) / possible
+    return Hits(percent, median([ms for _, ms in first]), median([ms for _, ms in second]), missed(url) - before)
 
 
-def measure(ranks: int, count: int) -> dict[str, tuple[float, Counter[str]]]:
+def measure(ranks: int, count: int) -> dict[str, Hits]:
     rng = random.Random(0)
 
     def prompts(length: int) -> list[Prompt]:
@@ -189,18 +204,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
     table = {ranks: measure(ranks, options.prompts) for ranks in sorted(options.ranks)}
-    print(f"percent of {options.prompts} prompts' blocks that were restored, every core busy")
-    print("  " + " " * 16 + "".join(f"{ranks} rank{'s' * (ranks > 1)}".rjust(13) for ranks in table))
-    met = True
-    first, *others = table.values()
-    for what, (percent, _) in first.items():
-        row = [percent, *(found[what][0] for found in others)]
-        met = met and all(value >= percent for value in row)
-        print(f"  {what:>16}" + "".join(f"{value:>12.1f}%" for value in row))
+    print(f"{options.prompts} prompts' blocks that were restored, and ms until the first and the second answer")
+    print(" " * 16 + "".join(f"{ranks} rank{'s' * (ranks > 1)}".rjust(30) for ranks in table))
+    least, *others = table.values()
+    for what in least:
+        row = [found[what] for found in table.values()]
+        cells = [f"{each.percent:.1f}% ({each.first_ms:.0f}, {each.second_ms:.0f})".rjust(30) for each in row]
+        print(f"{what:>16}" + "".join(cells))
     for ranks, found in table.items():
-        total = sum((reasons for _, reasons in found.values()), Counter())
+        total = sum((each.missed for each in found.values()), Counter[str]())
         why = ", ".join(f"{tokens} {reason}" for reason, tokens in total.most_common())
         print(f"  tokens that {ranks} missed: {why or 'none'}")
+    met = all(other[what].percent >= one.percent for other in others for what, one in least.items())
     print(f"  goal, every hit that {min(table)} has: {'met' if met else 'MISSED'}")
 
 
