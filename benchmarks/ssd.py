@@ -23,8 +23,8 @@ from statistics import median
 
 from figures import in_turns, ratios, spread
 
-from kvhold.core import events as ev
-from kvhold.core.segments import HEADER
+from kvhold.core.log import events as lev
+from kvhold.core.log.segments import HEADER
 from kvhold.tiers.ssd.directory import claim_log, trim_log
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.units import format_size, parse_size
@@ -55,15 +55,15 @@ class Tier:
         self.failed += len(failed)
         self._waiting.pop(io).set()
 
-    def _submit(self, make: Callable[[int], ev.ToLog]) -> threading.Event:
+    def _submit(self, make: Callable[[int], lev.ToLog]) -> threading.Event:
         self.io += 1
         event = self._waiting[self.io] = threading.Event()
         self.executor.submit(make(self.io))
         return event
 
-    def _objects(self, first: int, last: int) -> tuple[ev.Stored, ...]:
+    def _objects(self, first: int, last: int) -> tuple[lev.Stored, ...]:
         return tuple(
-            ev.Stored(
+            lev.Stored(
                 b"n" * 32, 0, number.to_bytes(32, "little"), b"", 0, (self.size,), number * self.size,
                 HEADER + number * (HEADER + self.size),
             )
@@ -74,7 +74,7 @@ class Tier:
         """A new life of segment 0 (its file is preallocated at the first)."""
         self.seq += 1
         seq = self.seq
-        self._submit(lambda io: ev.Reuse(io, 0, 0, seq)).wait()
+        self._submit(lambda io: lev.Reuse(io, 0, 0, seq)).wait()
 
     def write(self) -> float:
         """Bytes a second of payload, one batch after the other, as the core has them written."""
@@ -83,7 +83,7 @@ class Tier:
         begun = time.perf_counter()
         for first in range(0, self.count, step):
             objects = self._objects(first, min(first + step, self.count))
-            self._submit(lambda io, objects=objects: ev.Write(io, 0, 0, self.seq, objects)).wait()
+            self._submit(lambda io, objects=objects: lev.Write(io, 0, objects, 0, self.seq)).wait()
         return self.count * self.size / (time.perf_counter() - begun)
 
     def read(self) -> float:
@@ -93,7 +93,7 @@ class Tier:
         events = []
         for first in range(0, self.count, step):
             objects = self._objects(first, min(first + step, self.count))
-            events.append(self._submit(lambda io, objects=objects: ev.Read(io, 0, 0, self.seq, objects)))
+            events.append(self._submit(lambda io, objects=objects: lev.Read(io, 0, objects, 0, self.seq)))
         for event in events:
             event.wait()
         return self.count * self.size / (time.perf_counter() - begun)
@@ -103,7 +103,7 @@ class Tier:
         number = rng.randrange(self.count)
         begun = time.perf_counter()
         objects = self._objects(number, number + 1)
-        self._submit(lambda io: ev.Read(io, 0, 0, self.seq, objects)).wait()
+        self._submit(lambda io: lev.Read(io, 0, objects, 0, self.seq)).wait()
         return time.perf_counter() - begun
 
 

@@ -16,7 +16,8 @@ from figures import goal
 
 from kvhold.core import Core
 from kvhold.core import events as ev
-from kvhold.core.segments import HEADER, footer_bytes, table_bytes
+from kvhold.core.log import events as lev
+from kvhold.core.log.segments import HEADER, footer_bytes, table_bytes
 from kvhold.manager.config import SsdConfig
 from kvhold.manager.ssd import SsdStore
 from kvhold.tiers.ssd.directory import claim_log, reserve_bytes, trim_log
@@ -75,7 +76,7 @@ def rebuild(folder: Path, budget: int) -> tuple[float, int]:
 
     def tell(event: ev.Event) -> None:
         core.handle(event, 0)
-        if isinstance(event, ev.LogReady):
+        if isinstance(event, lev.LogReady):
             ready.set()
 
     store.start(1, tell)

@@ -17,7 +17,8 @@ from figures import goal
 from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.core.limits import Limits
-from kvhold.core.segments import HEADER, footer_bytes, table_bytes
+from kvhold.core.log import events as lev
+from kvhold.core.log.segments import HEADER, footer_bytes, table_bytes
 from kvhold.units import format_size, parse_size
 
 SEGMENT = 256 << 20
@@ -38,9 +39,9 @@ class Replay:
         self.stored: set[bytes] = set()
         for event in (
             ev.Populated(pages),
-            ev.LogOpened(1, SEGMENTS, SEGMENT),
-            ev.Segments(1, ()),
-            ev.LogReady(1),
+            lev.LogOpened(1, SEGMENTS, SEGMENT),
+            lev.Segments(1, ()),
+            lev.LogReady(1),
             ev.Joined(1, ev.Role.SCHEDULER, "trace", 0, 1),
             ev.Joined(2, ev.Role.WORKER, "trace", 0, 1),
             ev.Mapped(2),
@@ -60,13 +61,13 @@ class Replay:
             told.append(effect)
             if isinstance(effect, ev.Grant):
                 self.free += zip(array("I", effect.rows), array("Q", effect.epochs), strict=True)
-            elif isinstance(effect, ev.Write | ev.Read | ev.Reuse | ev.Seal | ev.Forget):
+            elif isinstance(effect, lev.Write | lev.Read | lev.Reuse | lev.Seal | lev.Forget):
                 self._count(effect)
                 todo += self.core.handle(ev.Done(effect.io), self.now)
         return told
 
     def _count(self, effect: ev.Effect) -> None:
-        if isinstance(effect, ev.Write):
+        if isinstance(effect, lev.Write):
             for stored in effect.objects:
                 if stored.key in self.stored:
                     self.again += self.size
@@ -74,9 +75,9 @@ class Replay:
                     self.first += self.size
                     self.stored.add(stored.key)
                 self.headers += HEADER
-        elif isinstance(effect, ev.Read):
+        elif isinstance(effect, lev.Read):
             self.read += len(effect.objects) * self.size
-        elif isinstance(effect, ev.Seal):
+        elif isinstance(effect, lev.Seal):
             records = (effect.end - HEADER) // (HEADER + self.size)
             self.footers += footer_bytes(records, table_bytes(1)) + HEADER
 

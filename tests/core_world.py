@@ -4,7 +4,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import get_args
 
 from fake_disks import FakeDisk, Flying, Name
 
@@ -13,9 +12,11 @@ from kvhold.core import events as ev
 from kvhold.core.catalogue import Index
 from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.limits import Limits
+from kvhold.core.log import events as lev
+from kvhold.core.log.backing import LogBacking
+from kvhold.core.log.segments import HEADER, Log, Segment, unpack
 from kvhold.core.recency import CLOSED
 from kvhold.core.rows import State
-from kvhold.core.segments import HEADER
 from kvhold.core.sessions import Phase
 
 PAGE = 16 << 10
@@ -106,7 +107,7 @@ class World:
         for effect in effects:
             if isinstance(effect, ev.Grant):
                 self.engines[effect.session].slots.setdefault(effect.space, []).extend(slots_of(effect))
-            elif isinstance(effect, get_args(ev.ToLog)):
+            elif isinstance(effect, ev.ToBacking):
                 self.disk.take(effect)  # type: ignore[arg-type]
         return effects
 
@@ -124,12 +125,12 @@ class World:
         """A log that has ``keys`` from before, one after the other in its first segment."""
         records = [((NAMESPACE, group, key), size) for key in keys]
         life = self.disk.adopt(log, 0, 1, records, segment_bytes) if records else None
-        self.handle(ev.LogOpened(log, segments, segment_bytes, 1))
+        self.handle(lev.LogOpened(log, segments, segment_bytes, 1))
         if life is not None:
             found = tuple((*name, (size,), at) for at, name in life.records.items())
-            self.handle(ev.Segments(log, ((0, 1, 0),)))
-            self.handle(ev.Recovered(log, 0, found))
-        self.handle(ev.LogReady(log))
+            self.handle(lev.Segments(log, ((0, 1, 0),)))
+            self.handle(lev.Recovered(log, 0, found))
+        self.handle(lev.LogReady(log))
 
     def flying(self, kind: type[Flying]) -> list[Flying]:
         """I/Os of a kind that are not answered, in order."""
@@ -280,6 +281,14 @@ def known(index: Index) -> dict[bytes, int]:
     return {key: row for part in index.maps for key, row in part.items()}
 
 
+def segment_of(core: Core, row: int) -> tuple[Log, Segment, int]:
+    """Where a row's record is: log, segment and byte offset in it."""
+    number, segment, at = unpack(core.catalogue.place[row])
+    backing = core.storage.backings[number]
+    assert isinstance(backing, LogBacking)
+    return backing.device.log, backing.device.log.segments[segment], at
+
+
 def audit(core: Core) -> None:
     """Every column, list, index and account of ``core`` agrees with every other one."""
     cat, arena = core.catalogue, core.arena
@@ -337,7 +346,7 @@ def audit(core: Core) -> None:
     assert sum(index.read for index in cat.indexes.values()) <= core.counters["keys_read"]
     assert all(not cat.key[row] for row in rows if row not in objects), "a key outlives its object"
     assert cat.cold == sum(cat.state[row] == State.COLD for row in rows)
-    assert cat.in_logs == sum(cat.place[row] != 0 for row in objects)
+    assert cat.backed == sum(cat.place[row] != 0 for row in objects)
     for namespace in cat.namespaces.values():
         assert namespace.used == sum(index.slots * index.size for index in namespace.indexes.values())
     assert {id(n) for n in cat.namespaces.values()} == {id(index.namespace) for index in cat.indexes.values()}
@@ -376,7 +385,7 @@ def audit(core: Core) -> None:
     leased = Counter(row for op in operations for part in op.parts for row in part.leased)
     for io in core.storage.ios.values():
         leased.update(io.rows)
-    leased.update(list(core.storage.reads.queued))  # a dictionary would be added up
+    leased.update(list(core.storage.reading.queued))  # a dictionary would be added up
     for row in rows:
         assert cat.leases[row] >= leased[row]
         assert cat.leases[row] == leased[row] or core.has_work
@@ -421,23 +430,29 @@ def audit(core: Core) -> None:
     assert all(cat.place[row] for row in rows if cat.state[row] in (State.COLD, State.LOADING))
     live: Counter[tuple[int, int]] = Counter()
     for row in placed:
-        log, segment, at = cat.segment_of(row)
+        log, segment, at = segment_of(core, row)
         assert at >= HEADER
         assert at + HEADER + cat.size[row] <= segment.end
         assert row in segment.rows
         live[log.number, segment.number] += HEADER + cat.size[row]
     reading: Counter[tuple[int, int]] = Counter()
-    for row in storage.reads.queued:
+    for row in storage.reading.queued:
         if cat.state[row] == State.LOADING:
-            log, segment, _ = cat.segment_of(row)
+            log, segment, _ = segment_of(core, row)
             reading[log.number, segment.number] += 1
     for io in storage.ios.values():
+        segment = io.backing.device.reading[io.number] if io.kind == "read" else io.segment  # type: ignore[attr-defined]
         if io.kind in ("read", "seal"):
-            assert io.segment is not None
-            reading[io.device.log.number, io.segment.number] += len(io.rows) or 1
-    assert storage.reads.bytes == sum(io.bytes for io in storage.ios.values() if io.kind == "read")
-    assert storage.writes.bytes == sum(io.bytes for io in storage.ios.values() if io.kind == "write")
-    for device in storage.devices.values():
+            reading[io.backing.number, segment.number] += len(io.rows) or 1
+    assert storage.reading.bytes == sum(io.bytes for io in storage.ios.values() if io.kind == "read")
+    for number, backing in storage.backings.items():
+        assert isinstance(backing, LogBacking)
+        device = backing.device
+        reads = [io.number for io in storage.ios.values() if io.kind == "read" and io.backing is backing]
+        assert sorted(device.reading) == sorted(device.reads._begun) == sorted(reads)
+        waiting = [row for row, source in storage.reading.queued.items() if source is backing]
+        assert device.expected.keys() == {row for row in waiting if cat.state[row] == State.LOADING}
+        assert device.log.number == number
         log = device.log
         for segment in log.segments.values():
             assert segment.live == live[log.number, segment.number]
@@ -449,5 +464,6 @@ def audit(core: Core) -> None:
         assert sorted(segment.number for segment in roles) == sorted(log.segments), "a segment is lost"
         ordered = [segment.seq for segment in log.sealed]
         assert ordered == sorted(ordered)
-        writes = [io for io in storage.ios.values() if io.kind == "write" and io.device is device]
+        writes = [io for io in storage.ios.values() if io.kind == "write" and io.backing is backing]
         assert len(writes) == device.writing
+        assert device.rows == {row for io in writes for row in io.rows}

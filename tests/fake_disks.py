@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
 from kvhold.core.arena import align
-from kvhold.core.events import Stored, ToLog
-from kvhold.core.segments import HEADER
+from kvhold.core.log import events as lev
+from kvhold.core.log.events import Stored, ToLog
+from kvhold.core.log.segments import HEADER
 
 Name = tuple[bytes, int, bytes]
-Flying = ev.Write | ev.Read | ev.Reuse | ev.Seal | ev.Sync | ev.Forget
+Flying = lev.Write | lev.Read | lev.Reuse | lev.Seal | lev.Sync | lev.Forget
 
 
 def name_of(stored: Stored) -> Name:
@@ -64,12 +65,12 @@ class FakeDisk:
     def extents(self) -> Iterator[tuple[int, int]]:
         """(offset, size) of all slots that an I/O may touch."""
         for io in self.flying.values():
-            if isinstance(io, ev.Read | ev.Write):
+            if isinstance(io, lev.Read | lev.Write):
                 yield from ((stored.offset, size_of(stored)) for stored in io.objects)
 
     def reads(self, name: Name) -> bool:
         """Whether this object is on its way."""
-        reads = [io for io in self.flying.values() if isinstance(io, ev.Read)]
+        reads = [io for io in self.flying.values() if isinstance(io, lev.Read)]
         return any(name_of(stored) == name for io in reads for stored in io.objects)
 
     # --- effects ------------------------------------------------------------------------------------------------
@@ -77,78 +78,80 @@ class FakeDisk:
     def take(self, effect: ToLog) -> None:
         if isinstance(effect, ev.Cancel):
             read = self.flying[effect.io]
-            assert isinstance(read, ev.Read), "only reads are cancelled"
-            assert read.log == effect.log
+            assert isinstance(read, lev.Read), "only reads are cancelled"
+            assert read.backing == effect.backing
             assert effect.io not in self.cancelled
             self.cancelled.add(effect.io)
             return
         assert effect.io not in self._used, "a number is used once"
         self._used.add(effect.io)
         match effect:
-            case ev.Write():
+            case lev.Write():
                 self._take_write(effect)
-            case ev.Read():
+            case lev.Read():
                 self._take_read(effect)
-            case ev.Reuse():
+            case lev.Reuse():
                 self._take_reuse(effect)
-            case ev.Seal():
-                life = self.lives[effect.log, effect.segment]
+            case lev.Seal():
+                life = self.lives[effect.backing, effect.segment]
                 assert (effect.seq, effect.end) == (life.seq, life.end)
                 assert not life.sealed
-                assert not self._busy(effect, ev.Write, ev.Seal, ev.Reuse)
+                assert not self._busy(effect, lev.Write, lev.Seal, lev.Reuse)
                 life.sealed = True
-            case ev.Forget():
+            case lev.Forget():
                 self._take_forget(effect)
         self.flying[effect.io] = effect
 
-    def _take_write(self, effect: ev.Write) -> None:
-        writes = [io for io in self.flying.values() if isinstance(io, ev.Write) and io.log == effect.log]
+    def _take_write(self, effect: lev.Write) -> None:
+        writes = [io for io in self.flying.values() if isinstance(io, lev.Write) and io.backing == effect.backing]
         assert not writes, "one write at a time"
-        assert not self._busy(effect, ev.Reuse, ev.Seal)
-        life = self.lives[effect.log, effect.segment]
+        assert not self._busy(effect, lev.Reuse, lev.Seal)
+        life = self.lives[effect.backing, effect.segment]
         assert life.seq == effect.seq
         assert not life.sealed
         assert effect.objects
         at = life.end
         for stored in effect.objects:
             assert stored.at == at, "records are without gaps"
-            assert (life.seq, at) >= self._forgotten.get(effect.log, (0, 0)), "it would be gone after a restart"
+            assert (life.seq, at) >= self._forgotten.get(effect.backing, (0, 0)), "it would be gone after a restart"
             assert self.arena[stored.offset] == name_of(stored)
             at += HEADER + size_of(stored)
         assert len({stored.offset for stored in effect.objects}) == len(effect.objects), "an object is written twice"
 
-    def _take_read(self, effect: ev.Read) -> None:
-        assert not self._busy(effect, ev.Reuse)
-        life = self.lives[effect.log, effect.segment]
+    def _take_read(self, effect: lev.Read) -> None:
+        assert not self._busy(effect, lev.Reuse)
+        life = self.lives[effect.backing, effect.segment]
         assert life.seq == effect.seq, "a segment is not read in another life"
-        places = {(effect.log, effect.segment, stored.at) for stored in effect.objects}
+        places = {(effect.backing, effect.segment, stored.at) for stored in effect.objects}
         assert len(places) == len(effect.objects) > 0
         for other in self.flying.values():
-            if isinstance(other, ev.Read):
-                assert places.isdisjoint((other.log, other.segment, stored.at) for stored in other.objects), "read once"
+            if isinstance(other, lev.Read):
+                assert places.isdisjoint((other.backing, other.segment, stored.at) for stored in other.objects), (
+                    "read once"
+                )
         for stored in effect.objects:
             assert life.records[stored.at] == name_of(stored)
             self.arena.pop(stored.offset, None)
 
-    def _take_reuse(self, effect: ev.Reuse) -> None:
-        assert not self._busy(effect, ev.Write, ev.Read, ev.Seal, ev.Reuse), "nobody uses it"
-        assert effect.seq > self._seqs.get(effect.log, 0)
-        self._seqs[effect.log] = effect.seq
-        self.lives.pop((effect.log, effect.segment), None)
+    def _take_reuse(self, effect: lev.Reuse) -> None:
+        assert not self._busy(effect, lev.Write, lev.Read, lev.Seal, lev.Reuse), "nobody uses it"
+        assert effect.seq > self._seqs.get(effect.backing, 0)
+        self._seqs[effect.backing] = effect.seq
+        self.lives.pop((effect.backing, effect.segment), None)
 
-    def _take_forget(self, effect: ev.Forget) -> None:
+    def _take_forget(self, effect: lev.Forget) -> None:
         covered = effect.seq, effect.at
-        ends = [(life.seq, life.end) for (log, _), life in self.lives.items() if log == effect.log and life.records]
-        writes = [io for io in self.flying.values() if isinstance(io, ev.Write) and io.log == effect.log]
+        ends = [(life.seq, life.end) for (log, _), life in self.lives.items() if log == effect.backing and life.records]
+        writes = [io for io in self.flying.values() if isinstance(io, lev.Write) and io.backing == effect.backing]
         ends += [(io.seq, io.objects[-1].at + HEADER + size_of(io.objects[-1])) for io in writes]
         assert self.partial or all(end <= covered for end in ends), (
             f"all that was appended so far is forgotten: {ends}, not {covered}"
         )
-        self._forgotten[effect.log] = max(covered, self._forgotten.get(effect.log, (0, 0)))
+        self._forgotten[effect.backing] = max(covered, self._forgotten.get(effect.backing, (0, 0)))
 
-    def _busy(self, effect: ev.Write | ev.Read | ev.Reuse | ev.Seal, *kinds: type) -> bool:
-        place = effect.log, effect.segment
-        return any(isinstance(io, kinds) and (io.log, io.segment) == place for io in self.flying.values())  # type: ignore[union-attr]
+    def _busy(self, effect: lev.Write | lev.Read | lev.Reuse | lev.Seal, *kinds: type) -> bool:
+        place = effect.backing, effect.segment
+        return any(isinstance(io, kinds) and (io.backing, io.segment) == place for io in self.flying.values())  # type: ignore[union-attr]
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -157,16 +160,16 @@ class FakeDisk:
         io = self.flying.pop(number)
         self.answered.append(number)
         self.cancelled.discard(number)
-        if not isinstance(io, ev.Write | ev.Read):
+        if not isinstance(io, lev.Write | lev.Read):
             failed = (0,) if set(failing) else ()
-            if isinstance(io, ev.Reuse) and not failed:
-                self.lives[io.log, io.segment] = Life(io.seq)
+            if isinstance(io, lev.Reuse) and not failed:
+                self.lives[io.backing, io.segment] = Life(io.seq)
             return ev.Done(number, failed)
         failed = tuple(sorted({position % len(io.objects) for position in failing}))
-        life = self.lives[io.log, io.segment]
+        life = self.lives[io.backing, io.segment]
         assert life.seq == io.seq, "a segment is not given up under its I/O"
         for position, stored in enumerate(io.objects):
-            if isinstance(io, ev.Write):
+            if isinstance(io, lev.Write):
                 assert self.arena[stored.offset] == name_of(stored), "a slot is not written while it is read"
                 if position < min(failed, default=len(io.objects)):
                     life.records[stored.at] = name_of(stored)
@@ -175,8 +178,8 @@ class FakeDisk:
                 self.arena.pop(stored.offset, None)
             else:
                 self.arena[stored.offset] = life.records[stored.at]
-        if isinstance(io, ev.Write) and failed:
+        if isinstance(io, lev.Write) and failed:
             # What is written again goes to the same place, also if a purge came between: it would be gone after a
             # restart, which is no more than a miss.
-            self._forgotten[io.log] = min(self._forgotten.get(io.log, (0, 0)), (life.seq, life.end))
+            self._forgotten[io.backing] = min(self._forgotten.get(io.backing, (0, 0)), (life.seq, life.end))
         return ev.Done(number, failed)

@@ -10,8 +10,8 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
-from kvhold.core.events import Forget, Read, Reuse, Seal, Stored, ToLog, Write
-from kvhold.core.segments import BLOCK, HEADER
+from kvhold.core.log.events import Forget, Read, Reuse, Seal, Stored, ToLog, Write
+from kvhold.core.log.segments import BLOCK, HEADER
 from kvhold.tiers.ssd.directory import claim_log, trim_log
 from kvhold.tiers.ssd.executor import Executor
 from kvhold.tiers.ssd.files import blocks, check_aligned
@@ -316,7 +316,7 @@ class Driver:
     def store(self, items: Sequence[Item]) -> tuple[int, ...]:
         """Append; on failure the end stays behind the last good one."""
         objects = self.placed(items)
-        failed = self.do(Write(self.io(), 0, self.segment, self.seq, objects))
+        failed = self.do(Write(self.io(), 0, objects, self.segment, self.seq))
         good = [stored for index, stored in enumerate(objects) if index not in failed]
         if good:
             self.end = good[-1].at + HEADER + sum(good[-1].shards)
@@ -327,7 +327,7 @@ class Driver:
 
     def forget(self, *items: Item, namespace: bytes | None = None) -> bool:
         names = tuple(item.name for item in items)
-        return not self.do(Forget(self.io(), 0, self.seq, self.end, names, namespace))
+        return not self.do(Forget(self.io(), 0, names, namespace, self.seq, self.end))
 
     def recover(self) -> "Recovered":
         """What a recovery would find now."""
@@ -344,7 +344,7 @@ class Driver:
         namespace, group, key, shards, _, segment, seq, at, _ = record
         self.arena[: sum(shards)] = b"\xee" * sum(shards)
         stored = Stored(namespace, group, key, b"", 0, shards, 0, at)
-        failed = self.do(Read(self.io(), 0, segment, seq, (stored,)))
+        failed = self.do(Read(self.io(), 0, (stored,), segment, seq))
         return None if failed else bytes(self.arena[: sum(shards)])
 
     def close(self) -> None:

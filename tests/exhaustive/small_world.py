@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
-from core_world import Slot, audit, known, offsets_of, pack, slots_of
+from core_world import Slot, audit, known, offsets_of, pack, segment_of, slots_of
 from fake_disks import FakeDisk, Name
 
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.backing import Io
 from kvhold.core.events import Effect, Gone, Role
 from kvhold.core.limits import Limits
+from kvhold.core.log import events as lev
+from kvhold.core.log.device import LogIo
+from kvhold.core.log.segments import HEADER, Segment
 from kvhold.core.rows import State
-from kvhold.core.segments import HEADER, Segment
 from kvhold.core.sessions import Attachment, Operation, Phase
 from kvhold.core.story import Story
 
@@ -150,15 +153,15 @@ class SmallWorld:
     def _open_log(self) -> None:
         setting = self.setting
         size = UNIT * (2 + setting.records * (1 + max(setting.sizes)))
-        self._tell(ev.LogOpened(0, setting.segments, size))
+        self._tell(lev.LogOpened(0, setting.segments, size))
         lives = tuple((number, number + 1) for number in range(len(setting.found)))
-        self._tell(ev.Segments(0, tuple((*life, 0) for life in lives)))
+        self._tell(lev.Segments(0, tuple((*life, 0) for life in lives)))
         for (number, seq), key in reversed(list(zip(lives, setting.found, strict=True))):
             name = NAMES[key]
             self.disk.adopt(0, number, seq, [(name, self.size_of(name))], room=size)
             shards = (self.size_of(name),)
-            self._tell(ev.Recovered(0, number, ((*name, shards, HEADER),)))
-        self._tell(ev.LogReady(0))
+            self._tell(lev.Recovered(0, number, ((*name, shards, HEADER),)))
+        self._tell(lev.LogReady(0))
 
     def size_of(self, name: Name) -> int:
         return UNIT * self.setting.sizes[NAMESPACES.index(name[0])]
@@ -212,7 +215,7 @@ class SmallWorld:
                     yield "tick", engine
         for io, effect in self.disk.flying.items():
             yield "done", io, ()
-            if not isinstance(effect, ev.Forget):
+            if not isinstance(effect, lev.Forget):
                 yield "done", io, (0,)
         if self.disk.answered:
             yield ("done again",)
@@ -568,11 +571,11 @@ class SmallWorld:
                         assert (effect.revision, asked.phase) == (asked.revision, Phase.ANSWERED), "it was in use"
                         assert effect.session not in self.behind, "its owner was not heard"
                         self._asker(effect).asked = None
-                case ev.Write() | ev.Read() | ev.Reuse() | ev.Seal() | ev.Forget():
+                case lev.Write() | lev.Read() | lev.Reuse() | lev.Seal() | lev.Forget():
                     self.disk.take(effect)
                 case ev.Cancel():
                     read = self.disk.flying[effect.io]
-                    assert isinstance(read, ev.Read)
+                    assert isinstance(read, lev.Read)
                     slots = self.slots()
                     holds = [self.core.catalogue.leases[slots[stored.offset]] for stored in read.objects]
                     assert set(holds) == {1}, "somebody else waits for it"
@@ -688,7 +691,7 @@ class SmallWorld:
         catalogue = self.core.catalogue
         for row in range(len(catalogue.state)):
             if catalogue.place[row]:
-                log, segment, at = catalogue.segment_of(row)
+                log, segment, at = segment_of(self.core, row)
                 index = catalogue.indexes[catalogue.owner[row]]
                 life = self.disk.lives[log.number, segment.number]
                 assert life.seq == segment.seq
@@ -703,7 +706,7 @@ class SmallWorld:
                 break
             self._done(min(self.disk.flying), ())
             self.run()
-        assert not any(isinstance(io, ev.Read) for io in self.disk.flying.values()), "reads without end"
+        assert not any(isinstance(io, lev.Read) for io in self.disk.flying.values()), "reads without end"
         for owner in self.owners:
             asked = owner.asked
             assert owner.broken or asked is None or asked.phase >= Phase.ANSWERED, "a question was never answered"
@@ -722,7 +725,7 @@ class SmallWorld:
         assert not core.attachments
         assert not core.operations._waiters
         assert not core.budgets.answering
-        assert not core.storage.reads.queued
+        assert not core.storage.reading.queued
         assert not core.storage.pending
         self._purge(b"")
         self.run()
@@ -741,8 +744,15 @@ class SmallWorld:
         return Canon(self, swap).all()
 
 
+def log_io(io: Io) -> LogIo:
+    """An I/O with its segment, which is the log's to know of a read."""
+    if isinstance(io, LogIo):
+        return io
+    return LogIo(0, io.backing, io.kind, segment=io.backing.device.reading[io.number])  # type: ignore[attr-defined]
+
+
 _DESCRIBED = (
-    *("log", "queue", "queued", "reads", "lost"),
+    *("log", "queue", "queued", "rows", "expected", "reading", "reads", "flushes", "lost"),
     *("paused_until", "wrote_at", "wrote", "reads_again", "full_until"),
 )
 """Of a device, what is named field by field: the rest is plain values."""
@@ -785,8 +795,8 @@ class Canon:
                         held.setdefault(row, []).append(("lease", who, part.index.namespace.name, position))
         for io in self.core.storage.ios.values():
             for position, row in enumerate(io.rows):
-                held.setdefault(row, []).append(("io", io.kind, io.segment and io.segment.number, position))
-        for position, row in enumerate(self.core.storage.reads.queued):
+                held.setdefault(row, []).append(("io", io.kind, (at := log_io(io).segment) and at.number, position))
+        for position, row in enumerate(self.core.storage.reading.queued):
             held.setdefault(row, []).append(("queued", position))
         names: dict[int, tuple[Any, ...]] = {}
         anonymous: list[tuple[Any, ...]] = []
@@ -911,12 +921,15 @@ class Canon:
 
     def storage(self) -> list[Any]:
         storage = self.core.storage
-        told: list[Any] = [self.named(storage.reads.queued), storage.reads.bytes, storage.writes.bytes]
+        told: list[Any] = [self.named(storage.reading.queued), storage.reading.bytes]
         for io in storage.ios.values():
-            where = io.segment and (io.segment.number, io.segment.seq - io.device.log.seq)
-            dirty = [self.dirty(one) for one in io.dirty]
-            told.append((io.kind, where, self.named(io.rows), io.places, dirty, io.bytes, io.cancelled))
-        for device in storage.devices.values():
+            device = io.backing.device  # type: ignore[attr-defined]
+            own = log_io(io)
+            where = own.segment and (own.segment.number, own.segment.seq - device.log.seq)
+            dirty = [self.dirty(one) for one in own.dirty]
+            told.append((io.kind, where, self.named(io.rows), own.places, dirty, io.bytes, io.cancelled))
+        for backing in storage.backings.values():
+            device = backing.device  # type: ignore[attr-defined]
             log, now = device.log, self.world.now
             told.append([self.dirty(one) for one in device.queue])
             told.append(self.left(device.reads))
@@ -958,5 +971,5 @@ class Canon:
         lives = [(at, one.seq - newest, one.end, one.records, one.sealed) for at, one in sorted(disk.lives.items())]
         flying = [(type(io).__name__, number in disk.cancelled) for number, io in disk.flying.items()]
         forgotten = [(log, seq - newest, at) for log, (seq, at) in disk._forgotten.items()]
-        forgets = [(io.seq - newest, io.at) for io in disk.flying.values() if isinstance(io, ev.Forget)]
+        forgets = [(io.seq - newest, io.at) for io in disk.flying.values() if isinstance(io, lev.Forget)]
         return [lives, flying, forgotten, forgets, bool(disk.answered)]

@@ -20,6 +20,7 @@ from peers import Engine, keys_of, status, until
 from kvhold import protocol as wire
 from kvhold.core import events as ev
 from kvhold.core.limits import Limits
+from kvhold.core.log import events as lev
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
@@ -49,17 +50,17 @@ class SlowDisk:
         self.answered = 0
         self._arena = arena
         self._luck = luck
-        self._waiting: list[ev.ToLog] = []
+        self._waiting: list[lev.ToLog] = []
         self._changed = threading.Condition()
         self._closing = False
 
     def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
-        tell(ev.LogOpened(log, SEGMENTS, SEGMENT))
-        tell(ev.Segments(log, ()))
-        tell(ev.LogReady(log))
+        tell(lev.LogOpened(log, SEGMENTS, SEGMENT))
+        tell(lev.Segments(log, ()))
+        tell(lev.LogReady(log))
         threading.Thread(target=self._run, args=(tell,), daemon=True).start()
 
-    def submit(self, effect: ev.ToLog) -> None:
+    def submit(self, effect: lev.ToLog) -> None:
         with self._changed:
             if not isinstance(effect, ev.Cancel):
                 self.submitted += 1
@@ -81,8 +82,8 @@ class SlowDisk:
                 if self._closing:
                     return
                 # Writes and what concerns segments stay in order; reads overtake as they like.
-                reads = [io for io in self._waiting if isinstance(io, ev.Read)]
-                others = [io for io in self._waiting if not isinstance(io, ev.Read)]
+                reads = [io for io in self._waiting if isinstance(io, lev.Read)]
+                others = [io for io in self._waiting if not isinstance(io, lev.Read)]
                 io = self._luck.choice(reads + others[:1])
                 self._waiting.remove(io)
             done = self._carry_out(io)
@@ -91,10 +92,10 @@ class SlowDisk:
             if self._luck.random() < 0.1:
                 tell(done)  # a second answer means nothing
 
-    def _carry_out(self, io: ev.ToLog) -> ev.Done:
+    def _carry_out(self, io: lev.ToLog) -> ev.Done:
         assert not isinstance(io, ev.Cancel)
         failed: list[int] = []
-        if isinstance(io, ev.Write):
+        if isinstance(io, lev.Write):
             for position, stored in enumerate(io.objects):
                 if failed or self._luck.random() < 0.03:
                     failed.append(position)
@@ -102,7 +103,7 @@ class SlowDisk:
                 payload = bytes(self._arena[stored.offset : stored.offset + SHARD])
                 name = stored.namespace, stored.group, stored.key
                 self.records[io.segment, io.seq, stored.at] = name, payload
-        elif isinstance(io, ev.Read):
+        elif isinstance(io, lev.Read):
             for position, stored in enumerate(io.objects):
                 name, payload = self.records[io.segment, io.seq, stored.at]
                 assert name == (stored.namespace, stored.group, stored.key)
@@ -110,7 +111,7 @@ class SlowDisk:
                 self._arena[stored.offset : stored.offset + SHARD] = payload if good else bytes(SHARD)
                 if not good:
                     failed.append(position)
-        elif isinstance(io, ev.Reuse):
+        elif isinstance(io, lev.Reuse):
             assert io.seq > self.lives.get(io.segment, 0)
             self.lives[io.segment] = io.seq
             if self._luck.random() < 0.1:

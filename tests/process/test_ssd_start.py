@@ -18,6 +18,7 @@ from test_ssd_bounds import begin, found
 
 from kvhold import protocol as wire
 from kvhold.core import events as ev
+from kvhold.core.log import events as lev
 from kvhold.manager.config import ManagerConfig, SsdConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
@@ -148,7 +149,7 @@ class Opened:
     closed = False
 
     def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
-        tell(ev.LogOpened(log, 4, 1 << 20, 0))
+        tell(lev.LogOpened(log, 4, 1 << 20, 0))
 
     def close(self, seconds: float) -> None:
         self.closed = True
@@ -168,7 +169,7 @@ def test_a_directory_that_opens_later_is_known_at_once_or_never(folder: Path, qu
         server.adopt(latecomer, store)  # type: ignore[arg-type]
         assert server.latecomers
         server._calls.get_nowait()()
-        assert (list(server.core.storage.devices), server.latecomers) == (
+        assert (list(server.core.storage.backings), server.latecomers) == (
             ([], [latecomer]) if quarantined else ([1], [])
         )
         assert store.closed == bool(quarantined)

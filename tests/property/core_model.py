@@ -7,7 +7,7 @@ evicted is the core's choice; the model knows what must not go, and what lies in
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from core_world import Slot, audit, known, offsets_of, slots_of
 from fake_disks import FakeDisk, Name, name_of, size_of
@@ -16,8 +16,8 @@ from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.core.events import Effect, Event, Gone, Reason, Role
 from kvhold.core.limits import Limits
+from kvhold.core.log.segments import HEADER
 from kvhold.core.rows import State
-from kvhold.core.segments import HEADER
 
 UNIT = 4096
 PAGE = 2 * UNIT
@@ -269,7 +269,7 @@ class CoreModel:
             wanted = {name for engine in self.engines for one in engine.asked.values() for name in one.chosen}
             assert {name_of(stored) for stored in effect.objects} <= wanted | self.ending, "nobody asked for that"
             self.reading[effect.io] = [name_of(stored) for stored in effect.objects]
-        if isinstance(effect, get_args(ev.ToLog)):
+        if isinstance(effect, ev.ToBacking):
             self.disk.take(effect)  # type: ignore[arg-type]
             if isinstance(effect, ev.Read | ev.Write):
                 self.no_overlap([(stored.offset, size_of(stored)) for stored in effect.objects], effect)
@@ -456,8 +456,9 @@ class CoreModel:
         assert len(offsets) == len(leased)
         for name, offset in zip(leased, offsets, strict=True):
             assert self.content.get(offset) == name, "wrong bytes"
-        read = [leased[position] for position in array("I", answer.read)]
-        assert len(set(read)) == len(read)
+        positions = array("I", answer.read)
+        assert len(set(positions)) == len(positions)
+        read = [leased[position] for position in positions]
         assert one.awaited & set(leased) <= set(read) <= one.read
         pieces = [Piece(name, offset, self.sizes[name[:2]]) for name, offset in zip(leased, offsets, strict=True)]
         one.pieces = pieces
@@ -483,7 +484,7 @@ class CoreModel:
             case Reason.NOT_STORED:
                 name = one.names[resident]
                 assert before.view.get(name) is None
-                assert name not in before.view or self.core.storage.devices  # in a segment that is being given up
+                assert name not in before.view or self.core.storage.backings  # in a segment that is being given up
             case Reason.BUDGET:
                 assert one.names[resident] in before.view
             case Reason.DEADLINE | Reason.READ_FAILED:
@@ -576,7 +577,7 @@ class CoreModel:
         core, states = self.core, self.core.accounts()
         if core.has_work:
             return
-        queued, unanswered = bool(core.storage.reads.queued), False
+        queued, unanswered = bool(core.storage.reading.queued), False
         held, extents = Counter[str](), set(self.disk.extents)
         for engine in self.engines:
             for space in engine.spaces.values():
@@ -591,7 +592,7 @@ class CoreModel:
         rest = states["leased"] + states["doomed"] + states["loading"] - sum(size for _, size in extents)
         assert rest >= 0
         assert rest == 0 or queued or unanswered
-        assert not queued or core.storage.reads.bytes >= self.limits.read_bytes
+        assert not queued or core.storage.reading.bytes >= self.limits.read_bytes
 
     def check_room(self) -> None:
         """Nobody waits for credits beside free room."""
@@ -611,7 +612,7 @@ class CoreModel:
 
 def said(effects: list[Effect]) -> list[Effect]:
     """All but grants, recalls, removals and I/O, which any event may bring."""
-    others = (ev.Grant, ev.Recall, ev.Removed, *get_args(ev.ToLog))
+    others = (ev.Grant, ev.Recall, ev.Removed, ev.ToBacking)
     return [effect for effect in effects if not isinstance(effect, others)]
 
 

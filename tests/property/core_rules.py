@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Role
+from kvhold.core.log import events as lev
 from kvhold.core.rows import State
 
 NAMESPACES = [b"\0\1n", b"\1\1n", b"\0\2n"]
@@ -109,7 +110,7 @@ class Engines(CoreModel):
     ) -> None:
         """Two engines that share a namespace, and something stored; rules take it apart again."""
         self.diligence = diligence  # writes that end with each commit
-        self.recovering: list[ev.Recovered] = []
+        self.recovering: list[lev.Recovered] = []
         self.unready = list(range(logs))
         self.do(ev.Populated(pages))
         for log in range(logs):
@@ -136,16 +137,16 @@ class Engines(CoreModel):
             lives.append((number, number + 1, 0))
             batch = tuple((*name, (life.sizes[at],), at) for at, name in life.records.items())
             if batch:
-                self.recovering.append(ev.Recovered(log, number, batch))
-        self.do(ev.LogOpened(log, segments, SEGMENT, len(found)))
-        self.do(ev.Segments(log, tuple(lives)))
+                self.recovering.append(lev.Recovered(log, number, batch))
+        self.do(lev.LogOpened(log, segments, SEGMENT, len(found)))
+        self.do(lev.Segments(log, tuple(lives)))
 
     @precondition(lambda self: self.recovering or self.unready)
     @rule()
     def recover(self) -> None:
         """The next records of a log come; after the last ones it may be written."""
         if not self.recovering:
-            self.do(ev.LogReady(self.unready.pop()))
+            self.do(lev.LogReady(self.unready.pop()))
             return
         event = self.recovering.pop(0)
         fresh: Fresh = {}
@@ -270,7 +271,7 @@ class Engines(CoreModel):
         waiting = {record[:3] for event in self.recovering for record in event.records}
         self.unrecovered |= {name for name in waiting if namespace in (b"", name[0])}
         told = [effect.namespace for effect in self.do(ev.Purge(namespace)) if isinstance(effect, ev.Forget)]
-        assert [one for one in told if one is not None] == [namespace] * len(self.core.storage.devices)
+        assert [one for one in told if one is not None] == [namespace] * len(self.core.storage.backings)
 
     @rule(namespace=st.sampled_from([b"", *NAMESPACES]), older=st.sampled_from([1, 30, 1000]))
     def purge_old(self, namespace: bytes, older: int) -> None:

@@ -232,8 +232,8 @@ class Machine(Questions, RuleBasedStateMachine):
         assert not self.core.attachments
         self.purge(b"")
         self.finish()
-        assert self.core.storage.pending == self.core.storage.queued_writes == self.core.storage.reads.bytes == 0
-        assert not self.core.storage.reads.queued
+        assert self.core.storage.pending == self.core.storage.queued_writes == self.core.storage.reading.bytes == 0
+        assert not self.core.storage.reading.queued
         assert not self.core.operations._waiters
         assert self.core.accounts()["free_pages"] == self.core.arena.total
         assert not self.core.catalogue.indexes

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ssd_fakes import Driver, FakeFiles, Item
 
-from kvhold.core.segments import BLOCK, HEADER
+from kvhold.core.log.segments import BLOCK, HEADER
 
 SEGMENTS, SEGMENT = 4, 64 << 10
 NAMESPACES = (b"n" * 32, b"m" * 32)

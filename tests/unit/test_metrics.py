@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvhold import __version__
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.log import events as lev
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
@@ -40,7 +41,7 @@ def said(tmp_path: Path) -> Iterator[dict[str, Any]]:
             core.handle(ev.Joined(number, role, "engine", 0, 1), number)
         core.handle(ev.Mapped(2), 3)
         core.handle(ev.Open(1, 1, b"n" * 32, 0, 8, (4096,), 1, label=NASTY), 4)
-        core.handle(ev.LogOpened(1, 4, 1 << 20), 5)
+        core.handle(lev.LogOpened(1, 4, 1 << 20), 5)
         spaces: list[dict[str, Any]] = []
         assert len(list(tell_spaces(core.catalogue, b"", spaces))) == 2
         yield report(server, spaces)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvhold.core.arena import Arena, Run
+from kvhold.core.backing import Backings
 from kvhold.core.limits import Limits, Quota
 from kvhold.core.recency import Recency, RecencyList
 from kvhold.core.rows import Rows, State
-from kvhold.core.segments import HEADER, Log, Segment, unpack
 from kvhold.core.story import Kind, Story, fingerprint
 
 _NO_QUOTA = Quota()
@@ -119,20 +119,20 @@ class Index:
 
 
 class Catalogue(Rows):
-    """Rows over an :class:`Arena` and any number of logs."""
+    """Rows over an :class:`Arena` and any number of backings."""
 
     def __init__(self, arena: Arena, story: Story | None = None, limits: Limits | None = None) -> None:
         super().__init__()
+        self.backings = Backings()
         self.arena = arena
         self.limits = limits or Limits()
         self.story = story or Story(1)
         self.indexes: dict[int, Index] = {}
         self.namespaces: dict[bytes, Namespace] = {}
-        self.logs: dict[int, Log] = {}
         self.recency: Recency[Namespace] = Recency(self)
         self.objects = 0
-        self.cold = 0  # objects that are in a log alone
-        self.in_logs = 0  # objects that are in a log
+        self.cold = 0  # objects that are in a backing alone
+        self.backed = 0  # objects that are in a backing
         self.evicted = 0
         self.freed = 0  # what gave way or may now, ever: a reason to try again what did not fit
         self.moves = 0  # objects that were given another row, ever
@@ -274,12 +274,12 @@ class Catalogue(Rows):
         return True
 
     def recover(self, index: Index, key: bytes, place: int) -> int:
-        """An object that was found in a log: older than all that were found before, which are younger there."""
+        """An object that was found in a backing: older than all that were found before, which are younger there."""
         row = self.new()
         self.move(row, State.COLD)
         self.owner[row] = index.id
         self.size[row] = index.size
-        self.enter_log(row, place)
+        self.put(row, place)
         self.logged[row] = 1
         self.cold += 1
         self._list(row, index, key)
@@ -287,7 +287,7 @@ class Catalogue(Rows):
         return row
 
     def replace(self, credit: int, row: int, parent: int | None) -> bool:
-        """An object that is only in a log gets a credit's slot: its bytes were stored anew. False if it is not so."""
+        """An object that is only in a backing gets a credit's slot: its bytes were stored anew. False if not so."""
         index = self.indexes[self.owner[row]]
         offset, epoch = self.offset[credit], self.epoch[credit]
         if not self.move(row, State.RESIDENT):
@@ -327,14 +327,14 @@ class Catalogue(Rows):
         return parent if parent is not None and State.RESIDENT <= self.state[parent] <= State.LEASED else None
 
     def remove(self, row: int) -> None:
-        """Take an object out of its index, list and log; one that is held becomes DOOMED, any other is freed."""
+        """Take an object out of its index, list and backings; one that is held becomes DOOMED, any other is freed."""
         index, key, state = self.indexes[self.owner[row]], self.key[row], self.state[row]
         index.pop(key)
         if index.watchers:
             self.gone.append((index, key))
         self.objects -= 1
         self.key[row] = b""
-        self.leave_log(row)
+        self.displace(row)
         if state != State.LOADING:
             self.recency.remove(row)
         self._strand(row)
@@ -439,7 +439,7 @@ class Catalogue(Rows):
             for index, row, time in zip(indexes, firsts, times, strict=True)
         ]
 
-    # --- logs ---------------------------------------------------------------------------------------------------
+    # --- backings -----------------------------------------------------------------------------------------------
 
     def fill(self, row: int) -> bool:
         """Give a COLD row a slot to be read into, which its read holds; False when none can be had."""
@@ -476,11 +476,12 @@ class Catalogue(Rows):
         index, key, place = self.indexes[self.owner[row]], self.key[row], self.place[row]
         if not self.move(row, State.DOOMED):
             return row
-        self.key[row], self.place[row] = b"", 0
-        self.in_logs -= 1
+        self.key[row] = b""
+        self.displace(row)
         index.objects -= 1
         self.objects -= 1
         again = self.recover(index, key, place)
+        self.backings.of(place).moved(row, again)
         self.moves += 1
         self.release([row])
         return again
@@ -492,33 +493,24 @@ class Catalogue(Rows):
             self._cool(row)
 
     def written(self, row: int, place: int) -> None:
-        """A leased row's record is in a log, unless the object was removed meanwhile; the write lets it go."""
+        """A leased row is in a backing, unless the object was removed meanwhile; the write lets it go."""
         if self.state[row] == State.LEASED and not self.place[row]:
-            self.enter_log(row, place)
+            self.put(row, place)
             self.logged[row] = 1
-            log, segment, _ = unpack(place)
-            self.logs[log].segments[segment].live += HEADER + self.size[row]
         self.release([row])
 
-    def enter_log(self, row: int, place: int) -> None:
-        """The object has a record."""
+    def put(self, row: int, place: int) -> None:
+        """The object is in a backing, in which it was nowhere."""
         self.place[row] = place
-        self.in_logs += 1
+        self.backed += 1
+        self.backings.of(place).entered(row, place)
 
-    def leave_log(self, row: int) -> None:
-        """The object's record does not count any more."""
-        place = self.place[row]
-        if place:
-            log, segment, _ = unpack(place)
-            self.logs[log].segments[segment].live -= HEADER + self.size[row]
+    def displace(self, row: int) -> None:
+        """What backings have of the object does not count any more."""
+        if place := self.place[row]:
+            self.backings.of(place).left(row, place)
             self.place[row] = 0
-            self.in_logs -= 1
-
-    def segment_of(self, row: int) -> tuple[Log, Segment, int]:
-        """Where a row's record is: log, segment and byte offset in it."""
-        number, segment, at = unpack(self.place[row])
-        log = self.logs[number]
-        return log, log.segments[segment], at
+            self.backed -= 1
 
     # --- eviction -----------------------------------------------------------------------------------------------
 
@@ -600,7 +592,7 @@ class Catalogue(Rows):
         return True
 
     def _evict(self, row: int) -> None:
-        """A resident object loses its slot; it stays known where a log has it."""
+        """A resident object loses its slot; it stays known where a backing has it."""
         self.evicted += 1
         if not self.place[row]:
             self.note(Kind.EVICTED, row)

@@ -29,6 +29,7 @@ class Common:
         self.arena = Arena(page)
         self.story = Story()
         self.catalogue = Catalogue(self.arena, self.story, limits)
+        self.backings = self.catalogue.backings
         self.counters: Counter[str] = self.catalogue.counters
         self.attachments: dict[int, Attachment] = {}
         self.sessions: dict[int, Session] = {}

@@ -94,7 +94,6 @@ class Credits:
                 row = index.get(key)
                 assert row is not None
                 catalogue.note(Kind.EVICTED, row)
-                self._storage.reads.removing(row)
                 catalogue.remove(row)
             self._common.counters["forgotten"] += len(keys)
             yield []
@@ -283,7 +282,7 @@ class Credits:
                 self._common.story.note(Kind.DUPLICATE, fingerprint(key), index.id, row, epoch)
                 catalogue.free(row)
                 counters["duplicates"] += 1
-                self._storage.writes.write(known, before, depth)
+                self._storage.placement.stored(known, before, depth)
                 parent = known
             elif known is not None:
                 if catalogue.replace(row, known, parent):
@@ -301,7 +300,7 @@ class Credits:
                 catalogue.note(Kind.STORED, row)
                 stored.append(row)
                 parent = row
-                self._storage.writes.write(row, before, depth)
+                self._storage.placement.stored(row, before, depth)
             before = key
         counters["commits"] += len(stored)
         catalogue.vacate(stored)

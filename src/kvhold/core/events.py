@@ -45,9 +45,9 @@ class Reason(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Stored:
-    """One object as a log's I/O needs it. ``parent`` and ``depth`` (in its chain) are only known when it is written.
+    """One object as an I/O needs it. ``parent`` and ``depth`` (in its chain) are only known when it is written.
 
-    ``offset`` is the payload's in the arena, ``at`` the record's in its segment; the payload follows its header there.
+    ``offset`` is its slot's in the arena.
     """
 
     namespace: bytes
@@ -57,7 +57,6 @@ class Stored:
     depth: int
     shards: tuple[int, ...]
     offset: int
-    at: int
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -245,8 +244,8 @@ class Return:
 class Purge:
     """Forget every object of ``namespace``, or all when empty. Leased bytes stay until released.
 
-    With ``older`` (nanoseconds) only what is older: in a log by when its segment was begun, so that others there may go
-    as well; in DRAM alone by when it was used last.
+    With ``older`` (nanoseconds) only what is older: in a log by when what holds its record was begun, so that others
+    there may go as well; in DRAM alone by when it was used last.
     """
 
     namespace: bytes = b""
@@ -300,43 +299,10 @@ class List:
 
 
 @dataclass(slots=True, frozen=True)
-class LogOpened:
-    """A log of so many segments can be used once its records are recovered. Numbers are not reused.
+class FromBacking:
+    """Word of what one kind of backing alone has to say: each has events of its own, and knows what they mean."""
 
-    ``newest_seq`` is at least that of any life that one of its segments had.
-    """
-
-    log: int
-    segments: int
-    segment_bytes: int
-    newest_seq: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class Segments:
-    """Which segments of a log may have records: (number, seq, age), the oldest life first. Comes before their records.
-
-    Ages are nanoseconds since a life was begun.
-    """
-
-    log: int
-    lives: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(slots=True, frozen=True)
-class Recovered:
-    """Records that were found in a segment: (namespace, group, key, shards, byte offset). At most a batch of them."""
-
-    log: int
-    segment: int
-    records: tuple[tuple[bytes, int, bytes, tuple[int, ...], int], ...]
-
-
-@dataclass(slots=True, frozen=True)
-class LogReady:
-    """All records of a log were recovered: it may be written."""
-
-    log: int
+    backing: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -374,10 +340,7 @@ Event = (
     | Tick
     | Explain
     | List
-    | LogOpened
-    | Segments
-    | Recovered
-    | LogReady
+    | FromBacking
     | Done
 )
 
@@ -559,81 +522,42 @@ class Part:
     reason: str
 
 
-# Each of these I/Os is answered by exactly one Done with its number, also when it was cancelled or the log is closed.
+@dataclass(slots=True, frozen=True)
+class ToBacking:
+    """An I/O of a backing, answered by exactly one :class:`Done` with its number: also when it was cancelled."""
+
+    io: int
+    backing: int
 
 
 @dataclass(slots=True, frozen=True)
-class Write:
-    """Append records, one directly after the other."""
+class Write(ToBacking):
+    """Take these objects from their slots."""
 
-    io: int
-    log: int
-    segment: int
-    seq: int
     objects: tuple[Stored, ...]
 
 
 @dataclass(slots=True, frozen=True)
-class Read:
-    """Fill arena slots from records of one segment, and check them, each for itself."""
+class Read(ToBacking):
+    """Fill slots with these objects, and check each for itself."""
 
-    io: int
-    log: int
-    segment: int
-    seq: int
     objects: tuple[Stored, ...]
 
 
 @dataclass(slots=True, frozen=True)
-class Reuse:
-    """Give a segment that nothing reads a new header, durably, before anything is appended."""
+class Forget(ToBacking):
+    """Remember durably that these (namespace, group, key), or all of ``namespace`` (empty: everything), are gone.
 
-    io: int
-    log: int
-    segment: int
-    seq: int
-
-
-@dataclass(slots=True, frozen=True)
-class Seal:
-    """The segment takes no more records: write its footer after ``end``."""
-
-    io: int
-    log: int
-    segment: int
-    seq: int
-    end: int
-
-
-@dataclass(slots=True, frozen=True)
-class Sync:
-    """Make all writes that were answered durable."""
-
-    io: int
-    log: int
-
-
-@dataclass(slots=True, frozen=True)
-class Forget:
-    """Remember durably that these (namespace, group, key), or every record of ``namespace`` (empty: all), are gone.
-
-    That is, as far as they were appended before byte ``at`` of the segment with ``seq``.
+    What is written after this may be there again.
     """
 
-    io: int
-    log: int
-    seq: int
-    at: int
     names: tuple[tuple[bytes, int, bytes], ...]
-    namespace: bytes | None = None
+    namespace: bytes | None
 
 
 @dataclass(slots=True, frozen=True)
-class Cancel:
-    """Nobody waits for this I/O any more; it is answered all the same."""
-
-    io: int
-    log: int
+class Cancel(ToBacking):
+    """Nobody waits for the read with this number any more; it is no I/O of its own."""
 
 
 ToSession = (
@@ -656,5 +580,4 @@ ToSession = (
     | Recall
     | Part
 )
-ToLog = Write | Read | Reuse | Seal | Sync | Forget | Cancel
-Effect = ToSession | ToLog
+Effect = ToSession | ToBacking

@@ -6,7 +6,6 @@ from kvhold.core import events as ev
 from kvhold.core.catalogue import Index
 from kvhold.core.common import Common
 from kvhold.core.rows import NAMES, State
-from kvhold.core.segments import unpack
 from kvhold.core.story import MARK, Entry, Kind, fingerprint
 from kvhold.core.turns import Work
 
@@ -38,7 +37,7 @@ def explain(common: Common, event: ev.Explain) -> Work:
         if len(found) > MOST:
             lines.append(f"what is older than the latest {MOST} entries is not told")
         for count, (when, kind, _, actor, a, b) in enumerate(found[-MOST:], 1):
-            lines.append(f"{_ago(common, when)}  {_told(kind, actor, a, b)}")
+            lines.append(f"{_ago(common, when)}  {_told(common, kind, actor, a, b)}")
             if count % _LINES == 0:
                 yield []
         for count, index in enumerate(list(common.catalogue.indexes.values()), 1):
@@ -104,7 +103,7 @@ def _tell_operations(common: Common, entries: Iterable[Entry], lines: list[str])
         if count % _LINES == 0:
             yield []
         if kind is not Kind.LACKED:
-            lines.append(f"{_ago(common, when)}  operation {session}/{op}: {_told(kind, session, a, b)}")
+            lines.append(f"{_ago(common, when)}  operation {session}/{op}: {_told(common, kind, session, a, b)}")
         elif lines:  # what it follows may be forgotten
             lines[-1] += ", at key ...{2}, position {1} of group {0}".format(*divmod(a, 1 << 32), _hex(b))
 
@@ -119,7 +118,7 @@ def _object(common: Common, row: int, named: bool) -> list[str]:
     if named:
         lines.append(f"     key {catalogue.key[row].hex()}")
     if place := catalogue.place[row]:
-        lines.append("     in log {}, segment {}, at byte {}".format(*unpack(place)))
+        lines.append(f"     in {common.backings.of(place).where(place)}")
     return lines
 
 
@@ -148,7 +147,7 @@ def _holders(common: Common, row: int, lines: list[str]) -> Work:
                 return
 
 
-def _told(kind: Kind, actor: int, a: int, b: int) -> str:
+def _told(common: Common, kind: Kind, actor: int, a: int, b: int) -> str:
     match kind:
         case Kind.MISSING:
             what = f"operation {actor}/{a} found it missing, at position {b} of its chain"
@@ -167,10 +166,9 @@ def _told(kind: Kind, actor: int, a: int, b: int) -> str:
         case Kind.STALLED:
             what = f"its restore has been under way for {b} s (revision {a})"
         case Kind.WRITTEN | Kind.LOADING:
-            log, segment, at = unpack(b)
-            what = f"{kind.name.lower()}, row {a}, log {log}, segment {segment}, byte {at}"
+            what = f"{kind.name.lower()}, row {a}, {common.backings.of(b).where(b)}"
         case Kind.RECLAIMED:
-            what = f"its segment {b} was given up"
+            what = f"its place was given up: {common.backings.of(b).where(b)}"
         case _ if kind < Kind.ASKED:
             what = f"{kind.name.lower().replace('_', ' ')}, row {a}, slot epoch {b}"
         case _:

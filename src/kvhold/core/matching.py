@@ -209,7 +209,7 @@ class Matching:
     # --- taking under lease -------------------------------------------------------------------------------------
 
     def _hold(self, operation: Operation, part: Part, rows: Sequence[int]) -> tuple[int, Reason]:
-        """Lease ``rows``, and have those read that are in a log alone, as far as that goes from the first on."""
+        """Lease ``rows``, and have those read that are in a backing alone, as far as that goes from the first on."""
         size, room, reason = part.index.size, self._budgets.room(operation.attachment), Reason.NONE
         if len(rows) * size > room and (count := self._budgets.affordable(rows, size, room)) < len(rows):
             rows, reason = rows[:count], Reason.BUDGET
@@ -253,22 +253,20 @@ class Matching:
 
     def _not_hanging(self, rows: Sequence[int]) -> tuple[Sequence[int], Reason]:
         """The leading ``rows`` of which none waits for a read that hangs, and why not the others."""
-        state, reads = self._catalogue.state, self._storage.reads
+        state, reading = self._catalogue.state, self._storage.reading
         for position, row in enumerate(rows):
-            if state[row] == State.LOADING and not reads.in_service(row):
-                return rows[:position], Reason.OUT_OF_SERVICE
+            if state[row] == State.LOADING and (short := reading.worth(row)):
+                return rows[:position], short
         return rows, Reason.NONE
 
     def _load(self, row: int) -> Reason:
         """Have a COLD row read, or say why that cannot be."""
-        reads = self._storage.reads
-        if not reads.readable(row):
-            return Reason.NOT_STORED
-        if not reads.in_service(row):
-            return Reason.OUT_OF_SERVICE
+        reading = self._storage.reading
+        if short := reading.worth(row):
+            return short
         if not self._catalogue.fill(row):
             return Reason.BUDGET
-        reads.read(row)
+        reading.read(row)
         return Reason.NONE
 
     # --- marking as used ----------------------------------------------------------------------------------------
@@ -278,13 +276,13 @@ class Matching:
         for end in range(len(rows), 0, -ev.MAX_BATCH):
             start = max(0, end - ev.MAX_BATCH)
             self._catalogue.touch(rows[start:end], index)
-            self._storage.writes.touched(rows, start, end)
+            self._storage.placement.touched(rows, start, end)
             if start:
                 yield []
 
     def _mark(self, index: Index, keys: bytes) -> Work:
         """Those of a chain's keys that are stored were used just now, its end first."""
-        width, catalogue, writes = index.key_bytes, self._catalogue, self._storage.writes
+        width, catalogue, placement = index.key_bytes, self._catalogue, self._storage.placement
         for end in range(len(keys) // width, 0, -ev.MAX_BATCH):
             start = max(0, end - ev.MAX_BATCH)
             before = max(0, start - 1)
@@ -292,7 +290,7 @@ class Matching:
             found = [(at, row) for at in range(start, end) if (row := index.get(named[at - before])) is not None]
             catalogue.touch([row for _, row in found], index)
             for at, row in found:
-                writes.touched_one(row, named[at - before - 1] if at else b"", at)
+                placement.touched_one(row, named[at - before - 1] if at else b"", at)
             yield []
 
     def _missing(self, operation: Operation, key: bytes, position: int) -> None:

@@ -222,18 +222,17 @@ class Operations:
         if operation is None or operation.phase not in (Phase.ANSWERED, Phase.STARTED):
             return
         catalogue = self._catalogue
-        last, positions = catalogue.next_epoch, self.storage.positions(self._common.now)
+        last, marks = catalogue.next_epoch, self.storage.marks(self._common.now)
         for part in list(operation.parts):
             rows = part.leased
             for start in range(0, len(rows), ev.MAX_BATCH):
                 names: list[tuple[bytes, int, bytes]] = []
                 for row in rows[start : start + ev.MAX_BATCH]:
                     # It may have been released meanwhile, and the row be another object's.
-                    same = catalogue.epoch[row] < last or self.storage.recorded_before(row, positions)
+                    same = catalogue.epoch[row] < last or self.storage.recorded_before(row, marks)
                     if same and catalogue.key[row] and catalogue.owner[row] == part.index.id:
                         names.append((part.index.namespace.name, part.index.group, catalogue.key[row]))
                         catalogue.note(Kind.QUARANTINED, row)
-                        self.storage.reads.removing(row)
                         catalogue.remove(row)
                         self._common.counters["quarantined"] += 1
                 yield self.storage.forget(names) if names else []
@@ -314,7 +313,7 @@ class Operations:
                     for row in batch:
                         self._wait_no_more(operation, row)
                 self._catalogue.release(batch)
-                yield self.storage.reads.unwanted(batch)
+                yield self.storage.reading.unwanted(batch)
 
 
 def name_of(index: Index, position: int, key: bytes) -> tuple[int, int]:

@@ -5,7 +5,7 @@ is in exactly one state. :data:`STATES` is the only place that knows what holds 
 :meth:`Rows.move` goes by it, and a test holds the table in docs/design.md against it.
 
 Leases count readers and I/O under way alike: LOADING has at least that of its read, and an object that is being
-written to a log is LEASED by its write. So nothing is freed under an I/O, and whoever ends last frees.
+written to a backing is LEASED by its write. So nothing is freed under an I/O, and whoever ends last frees.
 """
 
 from array import array
@@ -22,8 +22,8 @@ class State:
     LEASED: Final = 3  # can be read, somebody does
     DOOMED: Final = 4  # cannot be found any more, but somebody still reads or fills it
     LIMBO: Final = 5  # a credit whose owner is lost and not proved dead
-    LOADING: Final = 6  # being filled from a log
-    COLD: Final = 7  # in a log alone: no slot
+    LOADING: Final = 6  # being filled from a backing
+    COLD: Final = 7  # in a backing alone: no slot
     HEAD: Final = 8  # a recency list's own row: no slot
 
 
@@ -66,8 +66,8 @@ STATES: Final[dict[int, Facts]] = {
         found=True,
         evicted=True,
         becomes={
-            State.LEASED: "lease, write to a log",
-            State.COLD: "evicted, a log has it",
+            State.LEASED: "lease, write to a backing",
+            State.COLD: "evicted, a backing has it",
             State.FREE: "evicted, purged, quarantined",
         },
     ),
@@ -86,7 +86,7 @@ STATES: Final[dict[int, Facts]] = {
         becomes={
             State.LOADING: "promoted",
             State.RESIDENT: "stored anew",
-            State.FREE: "segment given up, purged, quarantined, one object too many",
+            State.FREE: "its backing gives it up, purged, quarantined, one object too many",
         },
     ),
     State.LOADING: Facts(
@@ -126,14 +126,14 @@ class Rows:
         self.bytes = [0] * len(STATES)
         self.counters: Counter[str] = Counter()
         self.state = bytearray()
-        self.logged = bytearray()  # whether the object was in a log since it was stored
+        self.logged = bytearray()  # whether the object was in a backing since it was stored
         self.leases: list[int] = []  # small integers are shared: no objects of their own, and faster than an array
         self.epoch = array("Q")  # of the slot's present use; never given twice
         self.offset = array("Q")
         self.owner = array("Q")  # index id
         self.size = array("Q")
         self.stamp = array("Q")  # recency, comparable between lists
-        self.place = array("Q")  # in a log; 0 is nowhere
+        self.place = array("Q")  # in a backing; 0 is nowhere
         self.older = array("i")
         self.newer = array("i")
         self.before = array("i")  # in a chain: the row of what comes before; it counts where that one says so, too

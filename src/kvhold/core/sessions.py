@@ -18,7 +18,7 @@ class Phase(IntEnum):
     """Where an operation is. Its leases are its own in all but the last."""
 
     MATCHING = 0  # its keys are being looked up, slice by slice
-    WAITING = 1  # for reads from a log
+    WAITING = 1  # for reads
     ANSWERED = 2
     STARTED = 3  # workers may be reading
     OVER = 4

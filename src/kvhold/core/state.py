@@ -4,9 +4,8 @@ Rules of this folder: all that decides is here, and nothing here knows what carr
 amount of work; what is longer is left as a resumable piece, of which :meth:`Core.step` does one slice. Effects are to
 be carried out in order; bytes are exposed only after the change that protects them.
 
-Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``catalogue``, ``sessions``, ``turns``, ``credits``,
-``segments``, ``devices``, ``reads``, ``writes``, ``storage``, ``budgets``, ``operations``, ``matching``, then this
-file.
+Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``backing``, ``catalogue``, ``sessions``, ``turns``,
+``credits``, ``reading``, ``placement``, ``storage``, ``log``, ``budgets``, ``operations``, ``matching``, then this.
 """
 
 from collections import Counter
@@ -123,14 +122,8 @@ class Core:
                 return common.start(explain(common, event), event.session, question=True)
             case ev.List():
                 return common.start(listing(common, event), event.session, question=True)
-            case ev.LogOpened():
-                self.storage.opened(event)
-            case ev.Segments():
-                self.storage.found(event)
-            case ev.Recovered():
-                self.storage.recovered(event)
-            case ev.LogReady():
-                self.storage.ready(event)
+            case ev.FromBacking():
+                self.storage.told(event)
         return []
 
     @property
@@ -261,8 +254,8 @@ class Core:
         catalogue, storage = self.catalogue, self.storage
         last, then = catalogue.next_epoch, self.common.now - event.older
         unused = catalogue.recency.clock_at(then) if event.older else None
-        positions = storage.positions(then)
-        effects = storage.purge(event.namespace, positions)
+        marks = storage.marks(then)
+        effects = storage.purge(event.namespace, marks)
         forgets = {effect.io for effect in effects if isinstance(effect, ev.Forget)}
         purging = _Purging(event.session, forgets=forgets)
         self._purges.append(purging)
@@ -274,7 +267,7 @@ class Core:
                 index = catalogue.indexes[catalogue.owner[row]]
                 if event.namespace not in (b"", index.namespace.name):
                     continue
-                covered = storage.recorded_before(row, positions)
+                covered = storage.recorded_before(row, marks)
                 # When something in DRAM was stored is only known of its record: else its last use counts.
                 slot_is_old = catalogue.epoch[row] < last and (
                     unused is None or (covered is None and catalogue.stamp[row] <= unused)
@@ -283,7 +276,6 @@ class Core:
                     if covered is False:  # written after this purge has begun
                         names.append((index.namespace.name, index.group, catalogue.key[row]))
                     catalogue.note(Kind.PURGED, row)
-                    storage.reads.removing(row)
                     catalogue.remove(row)
                     self.counters["purged"] += 1
                     purging.objects += 1

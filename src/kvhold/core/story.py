@@ -19,7 +19,7 @@ class Kind(IntEnum):
     STORED = 1  # row, slot epoch
     DUPLICATE = 2  # row, slot epoch of the copy that was not needed
     EVICTED = 3  # row, slot epoch
-    COOLED = 4  # row, slot epoch: evicted, a log has it
+    COOLED = 4  # row, slot epoch: evicted, a backing has it
     WRITTEN = 5  # row, place
     NOT_WRITTEN = 6  # row, place
     LOADING = 7  # row, place
@@ -27,7 +27,7 @@ class Kind(IntEnum):
     NOT_LOADED = 9  # row, slot epoch
     PURGED = 10  # row, slot epoch
     QUARANTINED = 11  # row, slot epoch
-    RECLAIMED = 12  # row, segment number
+    RECLAIMED = 12  # row, place
     MISSING = 13  # operation, position in its chain: a question ended here
     CUT = 14  # operation, block_of: its longest hit ended here
     NOT_KEPT = 15  # row, slot epoch: one object too many, or what comes before it in its chain is gone

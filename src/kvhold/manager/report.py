@@ -92,19 +92,10 @@ def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
         "logs": [
             {
                 "log": number,
-                "segments": len(device.log.segments) + len(device.log.free) + len(device.log.fresh),
-                "segment_bytes": device.log.segment_bytes,
-                "live_bytes": device.log.live,
-                "queued_writes": len(device.queue),
-                "ready": device.ready,
-                "out_of_use": {
-                    direction: {"why": why, "seconds": _ago(since, now)}
-                    for direction, (why, since) in device.out_of_use(now, core.common.limits.hung_ns).items()
-                },
-                "oldest_seconds": _ago(min((s.born for s in device.log.sealed if s.live), default=None), now),
+                **backing.report(now),
                 **(server.stores[number].report() if number in server.stores else {}),
             }
-            for number, device in core.storage.devices.items()
+            for number, backing in core.storage.backings.items()
         ],
         "closed_logs": [
             {"path": str(each.path), "reason": each.reason, "seconds": time.monotonic() - each.since}

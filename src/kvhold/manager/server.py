@@ -16,6 +16,7 @@ import msgspec
 from kvhold import protocol as wire
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.log import events as lev
 from kvhold.core.turns import Work
 from kvhold.manager.clients import Clients
 from kvhold.manager.config import ManagerConfig
@@ -246,9 +247,9 @@ class Server:
 
         That a log was opened is told on the loop's own: from then on the core knows it, and it takes every purge.
         """
-        if isinstance(event, ev.LogOpened):
+        if isinstance(event, lev.LogOpened):
             self._handle(event)
-        elif not isinstance(event, ev.Recovered):
+        elif not isinstance(event, lev.Recovered):
             self._calls.put(lambda: self._handle(event))
         else:
 
@@ -469,8 +470,8 @@ class Server:
 
     def _apply(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, ev.ToLog):
-                self.stores[effect.log].submit(effect)
+            if isinstance(effect, ev.ToBacking):
+                self.stores[effect.backing].submit(effect)
                 continue
             connection = self.clients.connections.get(effect.session)
             if connection is None:
@@ -498,7 +499,7 @@ class Server:
                         self.clients.refuse(connection, _not_reached(self.latecomers))
                     self._ended(session, wire.Purged(objects, size) if durable else None)
                 case ev.Flushed(session, durable):
-                    told = wire.Flushed(self.core.objects, self.core.catalogue.in_logs, len(self.stores))
+                    told = wire.Flushed(self.core.objects, self.core.catalogue.backed, len(self.stores))
                     self._ended(session, told if durable else None)
                 case _:
                     if isinstance(effect, ev.Opened) and effect.note:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from kvhold.core import events as ev
+from kvhold.core.log import events as lev
 from kvhold.manager.config import ConfigError, SsdConfig
 from kvhold.tiers.ssd.directory import claim_log, trim_log
 from kvhold.tiers.ssd.executor import Executor
@@ -50,7 +51,7 @@ class SsdStore:
     def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
         opened = self._log
         self._executor = Executor(opened, self._arena, lambda io, failed, kept: tell(ev.Done(io, failed, kept)))
-        tell(ev.LogOpened(log, len(opened.numbers), opened.segment_bytes, opened.newest_seq))
+        tell(lev.LogOpened(log, len(opened.numbers), opened.segment_bytes, opened.newest_seq))
         threading.Thread(target=self._recover, args=(log, tell), name="kvhold-ssd-recover", daemon=True).start()
 
     def _recover(self, number: int, tell: Callable[[ev.Event], None]) -> None:
@@ -58,7 +59,7 @@ class SsdStore:
         lives = self._recovery.lives
         heads = [head for segment, _ in lives if isinstance(head := self._log.heads[segment], SegmentHead)]
         ages = ages_of([head.created for head in heads], time.time_ns())
-        tell(ev.Segments(number, tuple((*life, age) for life, age in zip(lives, ages, strict=True))))
+        tell(lev.Segments(number, tuple((*life, age) for life, age in zip(lives, ages, strict=True))))
         for part in self._recovery:
             if self._closing:
                 return
@@ -66,14 +67,15 @@ class SsdStore:
                 continue
             records = tuple((name, group, key, shards, at) for name, group, key, shards, _, _, _, at, _ in part)
             if records:
-                tell(ev.Recovered(number, part[0][5], records))
-        tell(ev.LogReady(number))
+                tell(lev.Recovered(number, part[0][5], records))
+        tell(lev.LogReady(number))
         self._recovered_seconds = time.monotonic() - begun
         counts = {name: count for name, count in self._recovery.counts.items() if count}
         log.info("ssd: %s: index rebuilt in %.2f s: %s", self._config.path, self._recovered_seconds, counts)
 
-    def submit(self, effect: ev.ToLog) -> None:
+    def submit(self, effect: ev.ToBacking) -> None:
         assert self._executor is not None
+        assert isinstance(effect, lev.ToLog)
         self._executor.submit(effect)
 
     def report(self) -> dict[str, object]:

@@ -7,13 +7,13 @@ from kvhold.core import events as ev
 
 
 class Store(Protocol):
-    """One log. No method waits for a device; what comes of it is told through ``tell``, from any thread."""
+    """One backing. No method waits for a device; what comes of it is told through ``tell``, from any thread."""
 
-    def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
-        """Become log number ``log``: tell LogOpened, Segments, Recovered and LogReady, then one Done per I/O."""
+    def start(self, number: int, tell: Callable[[ev.Event], None]) -> None:
+        """Become the backing with this ``number``: tell what its kind has to say of that, then one Done per I/O."""
         ...
 
-    def submit(self, effect: ev.ToLog) -> None: ...
+    def submit(self, effect: ev.ToBacking) -> None: ...
 
     def report(self) -> dict[str, object]:
         """Plain data for status and metrics."""

@@ -7,9 +7,10 @@ import pytest
 from core_world import NAMESPACE, SLOT, Engine, World, chain
 
 from kvhold.core import events as ev
-from kvhold.core.events import Added, Answer, Gone, Read, Removed, Reuse, Write
+from kvhold.core.events import Added, Answer, Gone, Removed
 from kvhold.core.limits import Limits, Quota
-from kvhold.core.segments import BLOCK, HEADER, footer_bytes, table_bytes
+from kvhold.core.log.events import Read, Reuse, Write
+from kvhold.core.log.segments import BLOCK, HEADER, footer_bytes, table_bytes
 
 SMALL = BLOCK + 3 * (HEADER + SLOT) + footer_bytes(3, table_bytes(1))
 """A segment of three records."""

@@ -6,7 +6,8 @@ import pytest
 from core_world import NAMESPACE, World, chain
 
 from kvhold.core import events as ev
-from kvhold.core.events import Listed, Read
+from kvhold.core.events import Listed
+from kvhold.core.log.events import Read
 
 ADMIN = 999
 

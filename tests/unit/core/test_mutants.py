@@ -8,7 +8,7 @@ from core_world import NAMESPACE, PAGE, SLOT, Engine, World, chain
 from kvhold.core import events as ev
 from kvhold.core.events import Reason
 from kvhold.core.limits import Limits
-from kvhold.core.segments import HEADER, Log
+from kvhold.core.log.segments import HEADER, Log
 
 LIMITS = Limits(answer_ns=1000, hung_ns=1000, lease_ns=2000, stall_ns=3000, retry_ns=4000)
 

@@ -5,13 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_world import NAMESPACE, SLOT, Engine, Slot, World, chain, offsets_of
+from core_world import NAMESPACE, SLOT, Engine, Slot, World, chain, offsets_of, segment_of
 
 from kvhold.core import events as ev
-from kvhold.core.events import Answer, Cancel, Forget, Gone, Read, Reason, Reuse, Seal, Waiting, Write
+from kvhold.core.events import Answer, Cancel, Gone, Reason, Waiting
 from kvhold.core.limits import SECOND, Limits
+from kvhold.core.log import events as lev
+from kvhold.core.log.events import Forget, Read, Reuse, Seal, Write
+from kvhold.core.log.segments import HEADER
 from kvhold.core.rows import State
-from kvhold.core.segments import HEADER
 
 RECORD = HEADER + SLOT
 SMALL = HEADER + 3 * RECORD + HEADER
@@ -202,10 +204,10 @@ class TestCancel:
         world.settle(engine.query_event(keys, op=1))
         engine.release(1)
         assert [effect for effect in world.told if isinstance(effect, Cancel)] == [Cancel(1, 0)]
-        assert (world.accounts["loading"], world.core.storage.reads.bytes) == (4 * SLOT, 4 * SLOT)
+        assert (world.accounts["loading"], world.core.storage.reading.bytes) == (4 * SLOT, 4 * SLOT)
         world.finish()
         assert "loading" not in world.accounts
-        assert (world.core.storage.reads.bytes, world.core.storage.pending) == (0, 0)
+        assert (world.core.storage.reading.bytes, world.core.storage.pending) == (0, 0)
         assert world.accounts["resident"] == 4 * SLOT, "read for nobody, but read"
 
     def test_an_answer_of_an_io_comes_once(self):
@@ -336,7 +338,7 @@ class TestPurge:
         world.finish()
         assert "doomed" not in world.accounts
         assert world.core.objects == 0
-        assert world.core.storage.devices[0].log.live == 0
+        assert world.core.storage.backings[0].device.log.live == 0
 
     def test_while_it_is_leased_and_in_a_log(self):
         world, engine, keys = logged()
@@ -370,13 +372,13 @@ class TestPurge:
     def test_records_that_come_after_it_are_left_out(self):
         world = World()
         engine = world.engine()
-        world.handle(ev.LogOpened(0, 4, 1 << 20, 1))
-        world.handle(ev.Segments(0, ((0, 1, 0),)))
+        world.handle(lev.LogOpened(0, 4, 1 << 20, 1))
+        world.handle(lev.Segments(0, ((0, 1, 0),)))
         world.settle(ev.Purge(NAMESPACE))
         found = tuple(
             (name, 0, b"recorded", (SLOT,), HEADER + i * RECORD) for i, name in enumerate((NAMESPACE, b"o" * 32))
         )
-        world.handle(ev.Recovered(0, 0, found))
+        world.handle(lev.Recovered(0, 0, found))
         assert world.resident([b"recorded"]) == []
         assert world.resident([b"recorded"], namespace=b"o" * 32) == [b"recorded"]
         assert engine.query([b"recorded"]).resident == 0
@@ -508,14 +510,14 @@ class TestSegments:
             else:
                 world.complete(Write)
         world.handle(world.disk.finish(world.flying(Seal)[0].io))
-        assert world.core.storage.devices[0].reclaiming
+        assert world.core.storage.backings[0].device.reclaiming
         world.handle(ev.Tick())
         world.run()
         assert len(world.flying(Reuse)) == 1
 
     def test_one_that_is_read_is_not_given_up(self):
         world, engine, keys = logged()
-        log = world.core.storage.devices[0].log
+        log = world.core.storage.backings[0].device.log
         world.settle(engine.query_event(keys, op=1))
         assert log.to_reclaim() is None
         world.finish()
@@ -576,21 +578,21 @@ def test_a_store_of_what_is_in_a_log_alone_gives_it_its_bytes_back():
 
 def test_shards_that_are_no_multiple_of_a_block_take_whole_blocks_after_a_restart():
     world = World()
-    world.handle(ev.LogOpened(0, 4, 1 << 20, 1))
-    world.handle(ev.Segments(0, ((0, 1, 0),)))
-    world.handle(ev.Recovered(0, 0, ((NAMESPACE, 0, b"recorded", (SLOT - 1,), HEADER),)))
+    world.handle(lev.LogOpened(0, 4, 1 << 20, 1))
+    world.handle(lev.Segments(0, ((0, 1, 0),)))
+    world.handle(lev.Recovered(0, 0, ((NAMESPACE, 0, b"recorded", (SLOT - 1,), HEADER),)))
     engine = world.engine(shards=(SLOT - 1,), slots=3)
     assert [slot.offset % SLOT for slot in engine.slots[0]] == [0, 0, 0]
 
 
 def test_of_two_records_of_an_object_the_younger_counts():
     world = World()
-    world.handle(ev.LogOpened(0, 4, 1 << 20, 2))
-    world.handle(ev.Segments(0, ((0, 1, 0), (1, 2, 0))))
+    world.handle(lev.LogOpened(0, 4, 1 << 20, 2))
+    world.handle(lev.Segments(0, ((0, 1, 0), (1, 2, 0))))
     record = (NAMESPACE, 0, b"recorded", (SLOT,), HEADER)
     for segment in (1, 0):
-        world.handle(ev.Recovered(0, segment, (record,)))
-    live = {number: segment.live for number, segment in world.core.storage.devices[0].log.segments.items()}
+        world.handle(lev.Recovered(0, segment, (record,)))
+    live = {number: segment.live for number, segment in world.core.storage.backings[0].device.log.segments.items()}
     assert live == {0: 0, 1: RECORD}
     assert world.core.objects == 1
 
@@ -637,8 +639,8 @@ class TestFlush:
         world.complete(Reuse)
         engine.commit(chain(1, "b"))  # later: the flush does not wait for it
         told = world.complete(Write)
-        assert [type(effect) for effect in told] == [ev.Sync, Write]
-        assert ev.Flushed(99, True) in world.complete(ev.Sync)
+        assert [type(effect) for effect in told] == [lev.Sync, Write]
+        assert ev.Flushed(99, True) in world.complete(lev.Sync)
 
     def test_a_sync_that_failed_is_told(self):
         world, engine = writing()
@@ -646,7 +648,7 @@ class TestFlush:
         world.handle(ev.Flush(99))
         world.complete(Reuse)
         world.complete(Write)
-        assert ev.Flushed(99, False) in world.complete(ev.Sync, failing=(0,))
+        assert ev.Flushed(99, False) in world.complete(lev.Sync, failing=(0,))
 
     def test_without_a_log_there_is_nothing_to_wait_for(self):
         assert World().settle(ev.Flush(99)) == [ev.Flushed(99, True)]
@@ -677,7 +679,7 @@ def test_a_failed_write_behind_what_could_not_be_looked_at_takes_only_its_own_re
     assert index is not None
     row = index.get(key[0])
     assert row is not None
-    assert world.core.catalogue.segment_of(row)[1].rows.count(row) == 1
+    assert segment_of(world.core, row)[1].rows.count(row) == 1
     world.settle(engine.query_event(key, op=2))
     told = world.finish()
     assert answers(told)[-1].resident == 1
@@ -734,7 +736,7 @@ def test_what_one_log_lost_is_forgotten_there_alone():
     engine = world.engine(slots=2)
     world.settle(engine.query_event(chain(2), op=1))
     told = world.complete(Read, failing=(0,))
-    assert [effect.log for effect in told if isinstance(effect, Forget)] == [0]
+    assert [effect.backing for effect in told if isinstance(effect, Forget)] == [0]
 
 
 def test_a_rate_that_is_corrected_holds_at_once():

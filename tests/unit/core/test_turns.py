@@ -9,6 +9,7 @@ from core_world import NAMESPACE, SLOT, World, chain
 from kvhold.core import events as ev
 from kvhold.core.events import Effect, Gone
 from kvhold.core.limits import Limits
+from kvhold.core.log import events as lev
 from kvhold.core.story import LOOK, Kind, Story
 from kvhold.core.turns import MANAGER, Turns
 
@@ -77,7 +78,7 @@ def test_a_flush_of_who_is_gone_is_not_waited_for():
     engine.store(chain(2))
     world.handle(ev.Flush(77))
     world.handle(ev.Left(77, Gone.UNKNOWN))
-    assert not [effect for effect in world.finish() if isinstance(effect, ev.Sync | ev.Flushed)]
+    assert not [effect for effect in world.finish() if isinstance(effect, lev.Sync | ev.Flushed)]
 
 
 def test_a_release_of_what_is_not_known_is_done_a_batch_at_a_time():

@@ -5,8 +5,9 @@ from core_world import NAMESPACE, SLOT, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.catalogue import Index
-from kvhold.core.devices import ERRORS, WRITE_PATIENCE
 from kvhold.core.limits import SECOND
+from kvhold.core.log import events as lev
+from kvhold.core.log.device import ERRORS, WRITE_PATIENCE
 
 MINUTE = 60 * SECOND
 
@@ -109,7 +110,7 @@ class TestOutOfUse:
         return world
 
     def out(self, world: World) -> dict[str, tuple[str, int]]:
-        return world.core.storage.devices[0].out_of_use(world.core.common.now, 2 * SECOND)
+        return world.core.storage.backings[0].device.out_of_use(world.core.common.now, 2 * SECOND)
 
     def test_reads_that_fail_until_one_succeeds(self, world: World):
         limits, began = world.core.common.limits, 0
@@ -139,7 +140,7 @@ class TestOutOfUse:
 
     def test_writes_that_fail_or_hang(self, world: World):
         self.engine.commit(chain(1, "w"))
-        world.complete(ev.Reuse)
+        world.complete(lev.Reuse)
         began = world.now
         world.tick(SECOND)
         assert self.out(world) == {}

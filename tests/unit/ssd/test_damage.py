@@ -3,7 +3,7 @@
 import pytest
 from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items
 
-from kvhold.core.segments import BLOCK, HEADER
+from kvhold.core.log.segments import BLOCK, HEADER
 from kvhold.tiers.ssd.format import checksum
 from kvhold.tiers.ssd.survey import segment_name
 from kvhold.tiers.ssd.verify import Scrub

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items, open_log
 
-from kvhold.core.segments import BLOCK
+from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd import directory
 from kvhold.tiers.ssd import files as layer
 from kvhold.tiers.ssd.directory import (

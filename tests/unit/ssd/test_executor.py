@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from ssd_fakes import Driver, FakeFiles, Item, Recovered, items, open_log
 
-from kvhold.core.events import Cancel, Forget, Read, Seal, Stored, Write
-from kvhold.core.segments import BLOCK, HEADER
+from kvhold.core.events import Cancel
+from kvhold.core.log.events import Forget, Read, Seal, Stored, Write
+from kvhold.core.log.segments import BLOCK, HEADER
 from kvhold.tiers.ssd import executor as executor_module
 from kvhold.tiers.ssd.survey import segment_name
 
@@ -60,7 +61,7 @@ def test_neighbours_are_read_in_one_call_and_any_order(driver: Driver) -> None:
     assert not driver.store(each)
     driver.files.calls.clear()
     mixed = wanted(tuple(objects[index] for index in (4, 1, 0)))
-    assert not driver.do(Read(driver.io(), 0, 0, 1, mixed))
+    assert not driver.do(Read(driver.io(), 0, mixed, 0, 1))
     assert sorted(call[2:] for call in driver.files.calls if call[0] == "read") == [
         (HEADER, 2 * RECORD),
         (HEADER + 4 * RECORD, RECORD),
@@ -74,8 +75,8 @@ def test_more_records_than_one_call_takes() -> None:
     assert driver.begin(0)
     each = [Item(b"%d" % index, shards=(BLOCK,)) for index in range(1300)]
     objects = tuple(replace(stored, offset=0) for stored in driver.placed(each, fill=False))
-    assert not driver.do(Write(driver.io(), 0, 0, 1, objects))
-    assert not driver.do(Read(driver.io(), 0, 0, 1, objects))
+    assert not driver.do(Write(driver.io(), 0, objects, 0, 1))
+    assert not driver.do(Read(driver.io(), 0, objects, 0, 1))
     driver.end = objects[-1].at + 2 * BLOCK
     assert driver.seal()
     assert len(driver.recover().records) == 1300
@@ -103,7 +104,7 @@ def test_more_records_than_one_call_takes() -> None:
 def test_what_no_record_can_hold_fails_and_what_was_before_it_does_not(driver: Driver, wrong: dict[str, Any]) -> None:
     """Of the objects after it, none would follow the last good one: they fail, too, and may be asked for again."""
     one, two, three = driver.placed(items("a", "b", "c"))
-    assert driver.do(Write(driver.io(), 0, 0, 1, (one, replace(two, **wrong), three))) == (1, 2)
+    assert driver.do(Write(driver.io(), 0, (one, replace(two, **wrong), three), 0, 1)) == (1, 2)
     driver.end = two.at
     assert not driver.store(items("d"))
     assert [record[2] for record in driver.recover()] == [b"a", b"d"]
@@ -115,7 +116,7 @@ def test_identity_must_match(driver: Driver) -> None:
     objects = driver.placed(items("a"))
     assert not driver.store(items("a"))
     right = wanted(objects)[0]
-    assert not driver.do(Read(driver.io(), 0, 0, 1, (right,)))
+    assert not driver.do(Read(driver.io(), 0, (right,), 0, 1))
     for wrong in (
         replace(right, key=b"b"),
         replace(right, key=b"a\0"),
@@ -125,12 +126,12 @@ def test_identity_must_match(driver: Driver) -> None:
         replace(right, shards=(3 * BLOCK,)),
         replace(right, shards=(BLOCK, BLOCK)),
     ):
-        assert driver.do(Read(driver.io(), 0, 0, 1, (wrong,))) == (0,)
+        assert driver.do(Read(driver.io(), 0, (wrong,), 0, 1)) == (0,)
     assert driver.executor.counters().rejected == {"identity": 7}
-    assert driver.do(Read(driver.io(), 0, 0, 2, (right,))) == (0,)  # another life
-    assert driver.do(Read(driver.io(), 0, 0, 1, (replace(right, at=HEADER + BLOCK),))) == (0,)
-    assert driver.do(Read(driver.io(), 0, 0, 1, (replace(right, at=1 << 30),))) == (0,)
-    assert driver.do(Read(driver.io(), 0, 3, 1, (right,))) == (0,)  # no such file
+    assert driver.do(Read(driver.io(), 0, (right,), 0, 2)) == (0,)  # another life
+    assert driver.do(Read(driver.io(), 0, (replace(right, at=HEADER + BLOCK),), 0, 1)) == (0,)
+    assert driver.do(Read(driver.io(), 0, (replace(right, at=1 << 30),), 0, 1)) == (0,)
+    assert driver.do(Read(driver.io(), 0, (right,), 3, 1)) == (0,)  # no such file
     counters = driver.executor.counters()
     assert counters.rejected == {"identity": 7, "header_stale": 1, "header_empty": 1, "truncated": 1}
     assert counters.errors == {"ENOENT": 1}
@@ -141,15 +142,15 @@ def test_what_does_not_follow_is_refused(driver: Driver) -> None:
     """A gap would end a scan by headers, and with it whatever was written behind it."""
     objects = driver.placed(items("a", "b", "c"))
     io = driver.io
-    assert driver.do(Write(io(), 0, 0, 1, objects[1:])) == (0, 1)
-    assert driver.do(Write(io(), 0, 0, 1, (objects[0], objects[2]))) == (0, 1)
-    assert driver.do(Write(io(), 0, 0, 2, objects)) == (0, 1, 2)
-    assert driver.do(Write(io(), 0, 1, 1, objects)) == (0, 1, 2)
-    assert driver.do(Write(io(), 0, 0, 1, (replace(objects[0], offset=len(driver.arena)),))) == (0,)
-    assert driver.do(Write(io(), 0, 0, 1, (replace(objects[0], key=b""),))) == (0,)
-    assert driver.do(Write(io(), 0, 0, 1, (replace(objects[0], key=b"k" * 65),))) == (0,)
-    assert driver.do(Write(io(), 0, 0, 1, (replace(objects[0], shards=(BLOCK,) * 129),))) == (0,)
-    assert driver.do(Write(io(), 0, 0, 1, (replace(objects[0], offset=8),))) == (0,)
+    assert driver.do(Write(io(), 0, objects[1:], 0, 1)) == (0, 1)
+    assert driver.do(Write(io(), 0, (objects[0], objects[2]), 0, 1)) == (0, 1)
+    assert driver.do(Write(io(), 0, objects, 0, 2)) == (0, 1, 2)
+    assert driver.do(Write(io(), 0, objects, 1, 1)) == (0, 1, 2)
+    assert driver.do(Write(io(), 0, (replace(objects[0], offset=len(driver.arena)),), 0, 1)) == (0,)
+    assert driver.do(Write(io(), 0, (replace(objects[0], key=b""),), 0, 1)) == (0,)
+    assert driver.do(Write(io(), 0, (replace(objects[0], key=b"k" * 65),), 0, 1)) == (0,)
+    assert driver.do(Write(io(), 0, (replace(objects[0], shards=(BLOCK,) * 129),), 0, 1)) == (0,)
+    assert driver.do(Write(io(), 0, (replace(objects[0], offset=8),), 0, 1)) == (0,)
     assert driver.do(Seal(io(), 0, 0, 1, 128 << 10)) == (0,)
     assert driver.executor.counters().errors == {"Refused": 9, "Misaligned": 1}
 
@@ -295,7 +296,7 @@ def test_one_bad_sector_does_not_cost_the_neighbours(driver: Driver) -> None:
         return original(handle, buffers, offset)
 
     driver.files.preadv = preadv  # type: ignore[method-assign,assignment]
-    assert driver.do(Read(driver.io(), 0, 0, 1, wanted(objects))) == (1,)
+    assert driver.do(Read(driver.io(), 0, wanted(objects), 0, 1)) == (1,)
     assert bytes(driver.arena[: sum(SHARDS)]) == each[0].payload
     assert driver.executor.counters().errors == {"EIO": 2}
 
@@ -310,11 +311,11 @@ def test_what_could_not_be_looked_at_is_kept(driver: Driver, operation: str, cod
     assert not driver.store(items("a", "b"))
     driver.files.fault = lambda called, name: code if called == operation else 0
     io = driver.io()
-    assert driver.do(Read(io, 0, 0, 1, objects)) == (0, 1)
+    assert driver.do(Read(io, 0, objects, 0, 1)) == (0, 1)
     assert driver.kept[io] == (code in KEPT)
     driver.files.fault = lambda called, name: 0
     io = driver.io()
-    assert not driver.do(Read(io, 0, 0, 1, objects))
+    assert not driver.do(Read(io, 0, objects, 0, 1))
     assert not driver.kept[io]
 
 
@@ -333,15 +334,15 @@ def test_only_a_read_of_which_nothing_is_damaged_is_kept(driver: Driver) -> None
 
     driver.files.preadv = preadv  # type: ignore[method-assign,assignment]
     io = driver.io()
-    assert driver.do(Read(io, 0, 0, 1, objects)) == (0,)
+    assert driver.do(Read(io, 0, objects, 0, 1)) == (0,)
     assert driver.kept[io]
     bad[0] = 1
     io = driver.io()
-    assert driver.do(Read(io, 0, 0, 1, objects)) == (0, 1)
+    assert driver.do(Read(io, 0, objects, 0, 1)) == (0, 1)
     assert not driver.kept[io]
-    assert driver.do(Read(io := driver.io(), 0, 0, 1, (replace(objects[1], key=b"x"),))) == (0,)
+    assert driver.do(Read(io := driver.io(), 0, (replace(objects[1], key=b"x"),), 0, 1)) == (0,)
     assert not driver.kept[io]
-    assert driver.do(Write(io := driver.io(), 0, 1, 1, objects)) == (0, 1)
+    assert driver.do(Write(io := driver.io(), 0, objects, 1, 1)) == (0, 1)
     assert not driver.kept[io]
 
 
@@ -421,8 +422,8 @@ def test_reads_go_on_while_a_write_hangs(driver: Driver) -> None:
     assert not driver.store(items("a"))
     record = driver.recover().records[0]
     driver.files.blocked["write"] = hung = threading.Event()
-    driver.executor.submit(Write(900, 0, 0, 1, driver.placed(items("b", "c"))))
-    driver.executor.submit(Write(901, 0, 0, 1, driver.placed(items("d"))))
+    driver.executor.submit(Write(900, 0, driver.placed(items("b", "c")), 0, 1))
+    driver.executor.submit(Write(901, 0, driver.placed(items("d")), 0, 1))
     wait(lambda: driver.executor.in_flight()[:2] == (1, 1))
     assert driver.read(record) == Item(b"a").payload
     assert driver.executor.in_flight()[2] > 0
@@ -436,7 +437,7 @@ def test_a_cancelled_read_is_answered_once(driver: Driver) -> None:
     assert not driver.store(items("a", "b"))
     driver.files.blocked["read"] = hung = threading.Event()
     for io in (900, 901, 902, 903):  # two are begun, two wait
-        driver.executor.submit(Read(io, 0, 0, 1, objects))
+        driver.executor.submit(Read(io, 0, objects, 0, 1))
     wait(lambda: driver.executor.in_flight()[:2] == (2, 2))
     for io in (900, 903, 903, 12345):
         driver.executor.submit(Cancel(io, 0))
@@ -452,10 +453,10 @@ def test_closing_writes_the_tombstones_that_wait(driver: Driver) -> None:
     assert not driver.store(items("a"))
     record = driver.recover().records[0]
     driver.files.blocked["write"] = hung = threading.Event()
-    driver.executor.submit(Write(900, 0, 0, 1, driver.placed(items("b"))))
+    driver.executor.submit(Write(900, 0, driver.placed(items("b")), 0, 1))
     wait(lambda: driver.executor.in_flight()[1] == 1)
-    driver.executor.submit(Write(901, 0, 0, 1, driver.placed(items("c"))))
-    driver.executor.submit(Forget(902, 0, 1, 1 << 20, (record[:3],), None))
+    driver.executor.submit(Write(901, 0, driver.placed(items("c")), 0, 1))
+    driver.executor.submit(Forget(902, 0, (record[:3],), None, 1, 1 << 20))
     closing = threading.Thread(target=driver.executor.close, args=(60,))
     closing.start()
     assert driver.answers.get(timeout=60) == (901, (0,))
@@ -472,12 +473,12 @@ def test_closing_with_a_hung_disk(driver: Driver) -> None:
     read, write = threading.Event(), threading.Event()
     driver.files.blocked.update(read=read, write=write)
     for io in (900, 901, 902):
-        driver.executor.submit(Read(io, 0, 0, 1, objects))
+        driver.executor.submit(Read(io, 0, objects, 0, 1))
     for io in (903, 904):
-        driver.executor.submit(Write(io, 0, 0, 1, driver.placed(items("c"))))
+        driver.executor.submit(Write(io, 0, driver.placed(items("c")), 0, 1))
     wait(lambda: driver.executor.in_flight()[:2] == (2, 3))
     assert not driver.executor.close(0.05)
-    driver.executor.submit(Read(905, 0, 0, 1, objects))
+    driver.executor.submit(Read(905, 0, objects, 0, 1))
     early = {driver.answers.get(timeout=60) for _ in range(2)}
     assert early == {(902, (0, 1)), (904, (0,))}
     assert (driver.kept[902], driver.kept[904]) == (True, False)
@@ -505,7 +506,7 @@ def test_an_answer_that_is_not_taken_stops_nothing(driver: Driver, caplog: pytes
         taken((io, failed))
 
     driver.executor._done = done
-    driver.executor.submit(Write(900, 0, 0, 1, driver.placed(items("a"))))
+    driver.executor.submit(Write(900, 0, driver.placed(items("a")), 0, 1))
     driver.end += RECORD
     assert not driver.store(items("b"))
     assert "was not taken" in caplog.text
@@ -544,9 +545,9 @@ def test_every_answer_comes_once_under_load(driver: Driver) -> None:
     assert not driver.store(each)
     ios = [driver.io() for _ in range(500)]
     for index, io in enumerate(ios):
-        driver.executor.submit(Read(io, 0, 0, 1, objects[index % 7 :]))
+        driver.executor.submit(Read(io, 0, objects[index % 7 :], 0, 1))
         if index % 3 == 0:
             driver.executor.submit(Cancel(io, 0))
     assert sorted(driver.answers.get(timeout=60)[0] for _ in ios) == ios
     driver.close()
-    assert executor_module.everything(Write(1, 0, 0, 1, objects)) == tuple(range(7))
+    assert executor_module.everything(Write(1, 0, objects, 0, 1)) == tuple(range(7))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ssd_fakes import FakeFiles
 
-from kvhold.core.segments import BLOCK
+from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd import files as layer
 from kvhold.tiers.ssd.files import IOV_MAX, Misaligned, RealFiles, blocks, read_all, write_all
 

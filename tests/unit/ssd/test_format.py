@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvhold.core.segments import BLOCK, HEADER, footer_bytes, table_bytes
+from kvhold.core.log.segments import BLOCK, HEADER, footer_bytes, table_bytes
 from kvhold.tiers.ssd import footer
 from kvhold.tiers.ssd import format as fmt
 from kvhold.tiers.ssd.files import blocks

@@ -5,7 +5,7 @@ import errno
 import pytest
 from ssd_fakes import ROOT, Driver, FakeFiles, items
 
-from kvhold.core.segments import BLOCK
+from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd.format import LogHead, encode_log
 from kvhold.tiers.ssd.tombstones import PER_BLOCK, Tombstones
 

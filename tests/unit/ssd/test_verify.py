@@ -5,7 +5,7 @@ import errno
 import pytest
 from ssd_fakes import ROOT, Driver, FakeFiles, Item, items
 
-from kvhold.core.segments import BLOCK, HEADER
+from kvhold.core.log.segments import BLOCK, HEADER
 from kvhold.tiers.ssd.survey import DirectoryError, segment_name
 from kvhold.tiers.ssd.verify import Scrub, inspect
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvhold.core.segments import BLOCK
+from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd.files import FileLayer, NotAFile, RealFiles, Shared
 from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead
 from kvhold.tiers.ssd.survey import (

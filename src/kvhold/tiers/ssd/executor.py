@@ -13,7 +13,8 @@ from functools import reduce
 from threading import Condition, Thread
 from typing import Final, TypeVar
 
-from kvhold.core.events import Cancel, Forget, Read, Reuse, Seal, Sync, ToLog, Write
+from kvhold.core.events import Cancel
+from kvhold.core.log.events import Forget, Read, Reuse, Seal, Sync, ToLog, Write
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.handles import Handles
 from kvhold.tiers.ssd.reading import Reader, is_kept

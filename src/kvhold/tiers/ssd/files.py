@@ -17,7 +17,7 @@ from pathlib import Path
 from stat import S_IFREG, S_ISBLK, S_ISCHR, S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK, S_IWGRP, S_IWOTH
 from typing import Final, Protocol
 
-from kvhold.core.segments import BLOCK
+from kvhold.core.log.segments import BLOCK
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from kvhold.core.segments import BLOCK, FOOTER_ENTRY, FOOTER_HEAD, HEADER, footer_bytes, table_bytes
+from kvhold.core.log.segments import BLOCK, FOOTER_ENTRY, FOOTER_HEAD, HEADER, footer_bytes, table_bytes
 from kvhold.tiers.ssd.format import MAX_KEY, SUM, VERSION, Flaw, proper_shards
 
 BATCH: Final = 256

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from kvhold.core.segments import BLOCK, HEADER
+from kvhold.core.log.segments import BLOCK, HEADER
 
 VERSION: Final = 1
 SUM: Final = 16

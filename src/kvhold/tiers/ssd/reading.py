@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvhold.core.events import Read, Stored
-from kvhold.core.segments import HEADER
+from kvhold.core.log.events import Read, Stored
+from kvhold.core.log.segments import HEADER
 from kvhold.tiers.ssd.check import Identity, Place, check_head, check_payload
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.files import IOV_MAX, MEDIA_ERRORS, blocks, read_all

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvhold.core.segments import BLOCK, FOOTER_HEAD, HEADER
+from kvhold.core.log.segments import BLOCK, FOOTER_HEAD, HEADER
 from kvhold.tiers.ssd.files import FileLayer, blocks, read_all
 from kvhold.tiers.ssd.footer import BATCH, FooterHead, Record, decode_body, decode_head
 from kvhold.tiers.ssd.format import Flaw, RecordHead, SegmentHead, decode_record

@@ -10,7 +10,7 @@ from errno import EIO
 from pathlib import Path
 from typing import Final
 
-from kvhold.core.segments import BLOCK
+from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd.files import MEDIA_ERRORS, FileLayer, blocks, read_all, write_all
 from kvhold.tiers.ssd.format import Flaw, LogHead, SegmentHead, decode_log, decode_segment, encode_log
 from kvhold.tiers.ssd.tombstones import Tombstones

@@ -13,7 +13,7 @@ from typing import Final
 
 from xxhash import xxh3_128_digest
 
-from kvhold.core.segments import BLOCK
+from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd.files import FileLayer, blocks, read_all, write_all
 from kvhold.tiers.ssd.footer import Record
 from kvhold.tiers.ssd.format import MAX_KEY, NAMESPACE, SUM, VERSION

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvhold.core.segments import HEADER
+from kvhold.core.log.segments import HEADER
 from kvhold.tiers.ssd.check import Identity, Place, check_head, check_payload
 from kvhold.tiers.ssd.directory import open_for_reading
 from kvhold.tiers.ssd.files import FileLayer, blocks, read_all

@@ -14,8 +14,8 @@ from typing import Final
 
 from xxhash import xxh3_128_digest
 
-from kvhold.core.events import Forget, Reuse, Seal, Stored, Write
-from kvhold.core.segments import BLOCK, HEADER, footer_bytes, table_bytes
+from kvhold.core.log.events import Forget, Reuse, Seal, Stored, Write
+from kvhold.core.log.segments import BLOCK, HEADER, footer_bytes, table_bytes
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.files import IOV_MAX, blocks, write_all
 from kvhold.tiers.ssd.footer import Entry, encode_footer

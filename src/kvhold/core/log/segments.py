@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvhold.core.backing import PLACE_BITS
+
 BLOCK: Final = 4096
 HEADER: Final = BLOCK
 """Bytes of a segment's and of a record's header."""
@@ -33,12 +35,12 @@ def table_bytes(shards: int) -> int:
 
 def pack(log: int, segment: int, at: int) -> int:
     """A place as one number, never 0: ``at`` is a byte offset in the segment, which is shorter than 1 TiB."""
-    return log << 52 | segment << 28 | at // BLOCK
+    return log << PLACE_BITS | segment << 28 | at // BLOCK
 
 
 def unpack(place: int) -> tuple[int, int, int]:
     """(log, segment, byte offset) of :func:`pack`."""
-    return place >> 52, place >> 28 & 0xFFFFFF, (place & 0xFFFFFFF) * BLOCK
+    return place >> PLACE_BITS, place >> 28 & 0xFFFFFF, (place & 0xFFFFFFF) * BLOCK
 
 
 @dataclass(slots=True)

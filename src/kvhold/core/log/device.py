@@ -1,12 +1,11 @@
-"""The logs that are open, and the I/Os that are under way there."""
+"""One log and how it does: what waits to be written, what is read, what fails or hangs."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvhold.core import events as ev
-from kvhold.core.catalogue import Catalogue
+from kvhold.core.backing import Io, Name
 from kvhold.core.common import Timer
-from kvhold.core.segments import Log, Segment
+from kvhold.core.log.segments import Log, Segment
 
 ERRORS = 3
 """Failures one after the other that take a log out of service for a while."""
@@ -28,16 +27,13 @@ class Dirty:
 
 
 @dataclass(slots=True, eq=False)
-class Io:
-    number: int
-    device: "Device"
+class LogIo(Io):
+    """One of a log's own, or a write: to a ``segment``, of what was ``dirty`` to these ``places``."""
+
     segment: Segment | None = None
-    rows: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     dirty: list[Dirty] = field(default_factory=list)
-    bytes: int = 0
-    kind: str = ""
-    cancelled: bool = False
+    flushes: list[int] = field(default_factory=list)  # that wait for a sync
 
 
 @dataclass(slots=True)
@@ -49,6 +45,7 @@ class Device:
     queue: deque[Dirty] = field(default_factory=deque)
     queued: int = 0  # ever
     writing: bool = False
+    rows: set[int] = field(default_factory=set)  # being written
     reclaiming: bool = False
     full_until: int = 0
     rewrite: float = 0.0  # bytes that may be written again
@@ -61,8 +58,11 @@ class Device:
     read_errors_since: int = 0
     write_errors_since: int = 0
     reads_again: int = 0  # not read before then
-    reads: Timer[Io] = field(default_factory=Timer)
-    lost: set[tuple[bytes, int, bytes]] = field(default_factory=set)  # names, as long as records are recovered
+    expected: dict[int, Segment] = field(default_factory=dict)  # by row that is to be read
+    reading: dict[int, Segment] = field(default_factory=dict)  # by read that is not answered
+    reads: Timer[int] = field(default_factory=Timer)  # their numbers
+    flushes: dict[int, int] = field(default_factory=dict)  # up to which number of what was queued each waits
+    lost: set[Name] = field(default_factory=set)  # as long as records are recovered
     purged: list[tuple[bytes, int]] = field(default_factory=list)  # (namespace, up to seq) while records are recovered
 
     def read_ended(self, good: bool, now: int) -> None:
@@ -90,29 +90,3 @@ class Device:
         elif self.writing and now - self.wrote_at > WRITE_PATIENCE:
             out["write"] = "hangs", self.wrote_at
         return out
-
-
-class Devices:
-    """All of them, by log, and every I/O that is not answered, by its number."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        self.devices: dict[int, Device] = {}
-        self.ios: dict[int, Io] = {}
-        self._catalogue = catalogue
-        self._next_io = 1
-
-    def new_io(self, device: Device, kind: str, segment: Segment | None, rows: list[int], size: int) -> Io:
-        io = Io(0, device, segment, rows, bytes=size, kind=kind)
-        io.number = self.number(io)
-        return io
-
-    def number(self, io: Io) -> int:
-        number, self._next_io = self._next_io, self._next_io + 1
-        self.ios[number] = io
-        return number
-
-    def stored(self, row: int, at: int, parent: bytes = b"", depth: int = 0) -> ev.Stored:
-        catalogue = self._catalogue
-        index = catalogue.indexes[catalogue.owner[row]]
-        name, key = index.namespace.name, catalogue.key[row]
-        return ev.Stored(name, index.group, key, parent, depth, index.shards, catalogue.offset[row], at)

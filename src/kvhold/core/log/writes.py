@@ -1,15 +1,15 @@
-"""Writes to logs, behind what is stored: batched, one at a time per log; and which segments they go to."""
-
-from array import array
-from collections.abc import Sequence
+"""Writes to one log, behind what is stored: batched, one at a time; and which segments they go to."""
 
 from kvhold.core import events as ev
+from kvhold.core.backing import Backing
+from kvhold.core.catalogue import Catalogue
 from kvhold.core.common import Common
-from kvhold.core.devices import ERRORS, Device, Devices, Dirty, Io
 from kvhold.core.events import Effect
+from kvhold.core.log.device import ERRORS, Device, Dirty, LogIo
+from kvhold.core.log.events import Reuse, Seal, Stored, Write
+from kvhold.core.log.segments import HEADER, Segment, pack, table_bytes
 from kvhold.core.rows import State
-from kvhold.core.segments import HEADER, Segment, pack, table_bytes
-from kvhold.core.story import Kind, fingerprint
+from kvhold.core.story import Kind
 from kvhold.core.turns import MANAGER, Work
 
 REWRITE_SHARE = 0.1
@@ -19,74 +19,51 @@ Without a bound, objects in DRAM that fill the log would push each other out of 
 """
 _SHARE = 8
 """At most this part of the arena is being written to logs at once."""
-_GHOSTS = 1 << 16
+
+
+def record_of(catalogue: Catalogue, row: int, at: int, parent: bytes = b"", depth: int = 0) -> Stored:
+    """A row and its record ``at`` a byte of its segment, as an I/O needs them."""
+    index = catalogue.indexes[catalogue.owner[row]]
+    name, key = index.namespace.name, catalogue.key[row]
+    return Stored(name, index.group, key, parent, depth, index.shards, catalogue.offset[row], at)
 
 
 class Writes:
-    def __init__(self, common: Common, devices: Devices) -> None:
-        self.bytes = 0  # under way
-        self.rows: set[int] = set()  # being written
+    def __init__(self, common: Common, device: Device, backing: Backing) -> None:
         self._common = common
-        self._devices = devices
-        self._ghosts = array("Q", bytes(8 * _GHOSTS))
+        self._device = device
+        self._backing = backing
 
-    def write(self, row: int, parent: bytes, depth: int) -> None:
-        """Write a resident object when its turn comes, if it is still there then."""
-        if not self._devices.devices:
-            return
-        catalogue, limits, counters = self._common.catalogue, self._common.limits, self._common.counters
-        key = catalogue.key[row]
-        mark = fingerprint(key)
-        if limits.second_touch:
-            again = self._ghosts[mark % _GHOSTS] == mark
-            self._ghosts[mark % _GHOSTS] = 0 if again else mark
-            if not again:
-                counters["write_first_touch"] += 1
-                return
-        number = sorted(self._devices.devices)[mark % len(self._devices.devices)]
-        device = self._devices.devices[number]
-        if len(device.queue) >= limits.write_queue:
-            counters["write_dropped_queue"] += 1
-        elif catalogue.logged[row]:
-            self._again(device, row, parent, depth)
+    def stored(self, row: int, parent: bytes, depth: int) -> None:
+        """Write an object when its turn comes, unless too much waits."""
+        if len(self._device.queue) >= self._common.limits.write_queue:
+            self._common.counters["write_dropped_queue"] += 1
+        elif self._common.catalogue.logged[row]:
+            self._again(row, parent, depth)
         else:
-            self._queue(device, row, parent, depth)
+            self._queue(row, parent, depth)
 
-    def _again(self, device: Device, row: int, parent: bytes, depth: int) -> None:
+    def _again(self, row: int, parent: bytes, depth: int) -> None:
         """Write once more what was in the log already, as far as there is a budget for that."""
         size = HEADER + self._common.catalogue.size[row]
-        if device.rewrite >= size:
-            device.rewrite -= size
-            self._queue(device, row, parent, depth, again=True)
+        if self._device.rewrite >= size:
+            self._device.rewrite -= size
+            self._queue(row, parent, depth, again=True)
             self._common.counters["rewritten"] += 1
 
-    def _queue(self, device: Device, row: int, parent: bytes, depth: int, again: bool = False) -> None:
+    def _queue(self, row: int, parent: bytes, depth: int, again: bool = False) -> None:
+        device = self._device
         device.queued += 1
         device.queue.append(Dirty(row, self._common.catalogue.epoch[row], parent, depth, device.queued, again=again))
 
-    def touched(self, rows: Sequence[int], start: int, end: int) -> None:
-        """Objects ``start`` to ``end`` of the chain ``rows`` were found; that may make them worth writing."""
-        if self._devices.devices and self._common.limits.second_touch:
-            key = self._common.catalogue.key
-            for depth in range(start, end):
-                self.touched_one(rows[depth], key[rows[depth - 1]] if depth else b"", depth)
-
-    def touched_one(self, row: int, parent: bytes, depth: int) -> None:
-        """An object that follows ``parent`` was found."""
-        catalogue = self._common.catalogue
-        if not self._devices.devices or not self._common.limits.second_touch:
-            return
-        if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.place[row]:
-            self.write(row, parent, depth)
-
-    def not_before(self, device: Device) -> int:
-        """When a log may be written: after errors not for a while, and else as the rate allows that holds now."""
-        rate = self._common.limits.write_rate
+    def not_before(self) -> int:
+        """When the log may be written: after errors not for a while, and else as the rate allows that holds now."""
+        device, rate = self._device, self._common.limits.write_rate
         return max(device.paused_until, device.wrote_at + device.wrote * 1_000_000_000 // rate if rate else 0)
 
-    def pump(self, device: Device) -> list[Effect]:
-        common, log = self._common, device.log
-        if not device.ready or device.writing or not device.queue or common.now < self.not_before(device):
+    def pump(self) -> list[Effect]:
+        common, device, log = self._common, self._device, self._device.log
+        if not device.ready or device.writing or not device.queue or common.now < self.not_before():
             return []
         effects: list[Effect] = []
         while device.queue:
@@ -94,28 +71,28 @@ class Writes:
                 if log.next is None:
                     break
                 log.open, log.next = log.next, None
-            batch = self._batch(device, log.open)
+            batch = self._batch(log.open)
             if batch is not None:
                 if batch.rows:
-                    effects.append(self._write(device, log.open, batch))
+                    effects.append(self._write(log.open, batch))
                 break
             segment, log.open = log.open, None
             segment.readers += 1
             log.sealed.append(segment)
-            io = self._devices.new_io(device, "seal", segment, [], 0)
-            effects.append(ev.Seal(io.number, log.number, segment.number, segment.seq, segment.end))
+            io = common.backings.begin(LogIo(0, self._backing, "seal", segment=segment))
+            effects.append(Seal(io, log.number, segment.number, segment.seq, segment.end))
         half_full = log.open is None or log.open.end * 2 > log.segment_bytes
         if half_full and log.next is None and log.erasing is None:
-            effects += self._prepare(device)
+            effects += self._prepare()
         return effects
 
-    def _batch(self, device: Device, segment: Segment) -> Io | None:
+    def _batch(self, segment: Segment) -> LogIo | None:
         """What is written next, its rows leased; None when the segment has no room for it."""
-        common, catalogue, log = self._common, self._common.catalogue, device.log
-        batch = Io(0, device, segment, kind="write")
+        common, catalogue, device, log = self._common, self._common.catalogue, self._device, self._device.log
+        batch = LogIo(0, self._backing, "write", segment=segment)
         there = set[int]()  # an object that was stored twice is in the queue twice
         # They are leased meanwhile; and a disk that hangs must not take the others' part.
-        most = min(common.limits.write_batch, common.arena.total // _SHARE // len(self._devices.devices))
+        most = min(common.limits.write_batch, common.arena.total // _SHARE // len(common.backings.all))
         looked = 0
         while device.queue and batch.bytes < most and len(batch.rows) < ev.MAX_BATCH:
             looked += 1
@@ -147,73 +124,72 @@ class Writes:
             catalogue.lease([row])
         return batch
 
-    def _write(self, device: Device, segment: Segment, batch: Io) -> Effect:
-        common = self._common
-        batch.number = self._devices.number(batch)
+    def _write(self, segment: Segment, batch: LogIo) -> Effect:
+        common, catalogue, device = self._common, self._common.catalogue, self._device
         device.writing = True
-        self.rows.update(batch.rows)
-        self.bytes += batch.bytes
+        device.rows.update(batch.rows)
         device.wrote_at, device.wrote = common.now, batch.bytes
-        objects = tuple(
-            self._devices.stored(row, at, dirty.parent, dirty.depth)
+        objects: tuple[Stored, ...] = tuple(
+            record_of(catalogue, row, at, dirty.parent, dirty.depth)
             for row, at, dirty in zip(batch.rows, batch.places, batch.dirty, strict=True)
         )
-        return ev.Write(batch.number, device.log.number, segment.number, segment.seq, objects)
+        return Write(common.backings.begin(batch), device.log.number, objects, segment.number, segment.seq)
 
     # --- segments -----------------------------------------------------------------------------------------------
 
-    def _prepare(self, device: Device) -> list[Effect]:
+    def _prepare(self) -> list[Effect]:
         """Get a segment ready to be opened: a free one, or else the oldest that nothing is read from."""
-        log = device.log
+        device, log = self._device, self._device.log
         if device.reclaiming:
             return []  # its segment is the next one
         device.fresh = False
         if log.free:
-            return [self._erase(device, log.begin(log.free.popleft(), self._common.now))]
+            return [self._erase(log.begin(log.free.popleft(), self._common.now))]
         if log.fresh and (self._common.now >= device.full_until or not log.sealed):
             device.fresh = True
-            return [self._erase(device, log.begin(log.fresh.popleft(), self._common.now))]
+            return [self._erase(log.begin(log.fresh.popleft(), self._common.now))]
         segment = log.to_reclaim()
         if segment is None:
             return []
         log.sealed.remove(segment)
         segment.closing = device.reclaiming = True
-        return self._common.start(self._reclaim(device, segment))
+        return self._common.start(self._reclaim(segment))
 
-    def _erase(self, device: Device, segment: Segment) -> Effect:
-        device.log.erasing = segment
-        io = self._devices.new_io(device, "reuse", segment, [], 0)
-        return ev.Reuse(io.number, device.log.number, segment.number, segment.seq)
+    def _erase(self, segment: Segment) -> Effect:
+        log = self._device.log
+        log.erasing = segment
+        io = self._common.backings.begin(LogIo(0, self._backing, "reuse", segment=segment))
+        return Reuse(io, log.number, segment.number, segment.seq)
 
-    def _reclaim(self, device: Device, segment: Segment) -> Work:
+    def _reclaim(self, segment: Segment) -> Work:
         """Forget the records of a segment. What is in DRAM stays there and is written again."""
-        catalogue, log = self._common.catalogue, device.log
+        catalogue, log = self._common.catalogue, self._device.log
         here = pack(log.number, segment.number, 0) >> 28
         for start in range(0, len(segment.rows), ev.MAX_BATCH):
             for row in segment.rows[start : start + ev.MAX_BATCH]:
                 if not catalogue.place[row] or catalogue.place[row] >> 28 != here:
                     continue
                 self._common.counters["reclaimed"] += 1
-                catalogue.note(Kind.RECLAIMED, row, segment.number)
+                catalogue.note(Kind.RECLAIMED, row, catalogue.place[row])
                 if catalogue.state[row] == State.COLD:
                     catalogue.remove(row)
                 else:
-                    catalogue.leave_log(row)
-                    self._again(device, row, b"", 0)
+                    catalogue.displace(row)
+                    self._again(row, b"", 0)
             yield []
-        device.reclaiming = False
+        self._device.reclaiming = False
         log.retire(segment)
         log.free.remove(segment.number)
-        yield [self._erase(device, log.begin(segment.number, self._common.now))]
+        yield [self._erase(log.begin(segment.number, self._common.now))]
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def written(self, io: Io, failed: set[int]) -> None:
-        catalogue, device, counters, segment = self._common.catalogue, io.device, self._common.counters, io.segment
+    def written(self, io: LogIo, failed: set[int]) -> None:
+        catalogue, device, counters = self._common.catalogue, self._device, self._common.counters
+        segment = io.segment
         assert segment is not None
         device.writing = False
-        self.rows.difference_update(io.rows)
-        self.bytes -= io.bytes
+        device.rows.difference_update(io.rows)
         good = min(failed, default=len(io.rows))
         for position, row in enumerate(io.rows):
             index = catalogue.indexes[catalogue.owner[row]]
@@ -237,24 +213,25 @@ class Writes:
         for dirty in reversed(again):
             dirty.retried = True
             device.queue.appendleft(dirty)
-        self._write_error(device)
+        self._write_error()
 
-    def begun(self, io: Io, failed: bool) -> None:
-        log, segment = io.device.log, io.segment
+    def begun(self, io: LogIo, failed: bool) -> None:
+        device, log, segment = self._device, self._device.log, io.segment
         assert segment is not None
         log.erasing = None
         if failed:
-            io.device.full_until = self._common.now + self._common.limits.retry_ns
+            device.full_until = self._common.now + self._common.limits.retry_ns
             log.retire(segment, failed=True)
-            self._write_error(io.device)
-            if not io.device.fresh:
+            self._write_error()
+            if not device.fresh:
                 # It was there before: this is not for want of room, and giving up further ones would not help.
-                io.device.paused_until = self._common.now + self._common.limits.retry_ns
+                device.paused_until = self._common.now + self._common.limits.retry_ns
         else:
-            io.device.write_ended(True, self._common.now)
+            device.write_ended(True, self._common.now)
             log.next = segment
 
-    def _write_error(self, device: Device) -> None:
+    def _write_error(self) -> None:
+        device = self._device
         device.write_ended(False, self._common.now)
         if device.write_errors >= ERRORS:
             device.paused_until = self._common.now + self._common.limits.retry_ns

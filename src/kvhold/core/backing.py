@@ -1,0 +1,173 @@
+"""What a place besides DRAM is to the core: one protocol, and every I/O that is under way in any of them.
+
+An object's *place* is one number of 64 bits, 0 where it is in no backing. Its top bits name the backing, which alone
+reads the rest.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvhold.core import events as ev
+from kvhold.core.events import Effect, Reason
+
+PLACE_BITS: Final = 52
+"""Bits of a place that are its backing's own."""
+READ_BATCH: Final = 8 << 20
+"""Bytes of one read: enough for a device, little enough that what waits for it is not held up."""
+
+Name = tuple[bytes, int, bytes]
+"""Namespace, group and key."""
+Mark = tuple[int, int]
+"""A point in what a backing was given to keep; only it knows what the numbers are."""
+
+
+@dataclass(slots=True, eq=False)
+class Io:
+    """One I/O that is not answered. Its ``rows`` are held by it, and its ``bytes`` count in a budget, until it is."""
+
+    number: int
+    backing: "Backing"
+    kind: str  # "read", "write", "forget", or the backing's own; ``<kind>_failed`` counts those that fail
+    rows: list[int] = field(default_factory=list)
+    bytes: int = 0
+    cancelled: bool = False
+
+
+class Backing(Protocol):
+    """Somewhere that objects are kept besides DRAM.
+
+    The core calls it within its own events alone. Whatever it does follows from those calls: it has no clock, and its
+    I/O is what it returns as effects. It numbers each with :meth:`Backings.begin`, and hears of its end once. Rows that
+    it is handed stay the same objects' until it has let go of them: :meth:`expect` ends with :meth:`dismiss`,
+    :meth:`left` or :meth:`read`, and whatever it writes it leases from the effect to the answer.
+    """
+
+    number: int
+
+    # --- what is there
+
+    def entered(self, row: int, place: int) -> None:
+        """The object of ``row`` is at ``place`` from now on, which this backing has given."""
+        ...
+
+    def left(self, row: int, place: int) -> None:
+        """What is at ``place`` does not count any more, and nobody reads it for ``row`` if that has not begun."""
+        ...
+
+    def moved(self, row: int, again: int) -> None:
+        """The object of ``row`` has another row now, with the same place."""
+        ...
+
+    def where(self, place: int) -> str:
+        """A place in words, also one that was left."""
+        ...
+
+    # --- reading
+
+    def worth(self, row: int) -> Reason:
+        """Why nobody should wait for a row that is COLD or LOADING to be read from here; NONE if it is to be had."""
+        ...
+
+    def expect(self, row: int) -> None:
+        """A LOADING row is to be read when its turn comes: until then it stays readable."""
+        ...
+
+    def dismiss(self, row: int) -> None:
+        """What is expected is not to be read after all."""
+        ...
+
+    def read(self, io: int, rows: Iterable[int]) -> ev.Read:
+        """Read the first of these rows, all of them expected, and as many of the following as make one I/O.
+
+        At least one, at most a batch and about :data:`READ_BATCH` bytes.
+        """
+        ...
+
+    def read_ended(self, io: Io, good: bool | None) -> None:
+        """A read is over; whether anything of it came, None if it was cancelled."""
+        ...
+
+    # --- writing
+
+    def stored(self, row: int, parent: bytes, depth: int) -> None:
+        """An object in DRAM is worth keeping here: write it when its turn comes, if it is still there then."""
+        ...
+
+    def ended(self, io: Io, failed: set[int]) -> None:
+        """An I/O of any kind but a read has ended; ``failed`` are positions of its rows, or 0 without rows."""
+        ...
+
+    def pump(self) -> list[Effect]:
+        """What may be begun now."""
+        ...
+
+    @property
+    def next_deadline(self) -> int | None:
+        """When :meth:`pump` may be able to do more than now, for want of nothing but time."""
+        ...
+
+    @property
+    def queued_writes(self) -> int: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still to be written that can be."""
+        ...
+
+    def flush(self, flush: int) -> None:
+        """Have what is queued now made durable, and then add this number to
+        :attr:`Backings.flushed`, once."""
+        ...
+
+    def unflush(self, flush: int) -> None:
+        """Nobody waits for that flush any more."""
+        ...
+
+    # --- forgetting
+
+    def mark(self, then: int) -> Mark:
+        """All that this backing began to keep by ``then``, and perhaps more, lies before this mark."""
+        ...
+
+    def recorded_before(self, row: int, mark: Mark | None) -> bool | None:
+        """Whether what it has of ``row`` lies before a mark of its own; None if it has nothing, nor is writing it."""
+        ...
+
+    def forget(self, names: Sequence[Name]) -> list[Effect]:
+        """Make the loss of some objects outlast the manager, in an I/O of kind "forget"."""
+        ...
+
+    def purge(self, namespace: bytes, mark: Mark) -> list[Effect]:
+        """The same of all that a namespace (empty: every one) has before ``mark``."""
+        ...
+
+    # --- words
+
+    def told(self, event: ev.FromBacking) -> None:
+        """Word of its own kind."""
+        ...
+
+    def report(self, now: int) -> dict[str, object]:
+        """Plain data for status and metrics, at ``now`` of the core's clock."""
+        ...
+
+
+class Backings:
+    """All of them, by number, and every I/O that is not answered, by its number."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, Backing] = {}
+        self.ios: dict[int, Io] = {}
+        self.flushed: list[tuple[int, bool]] = []  # (flush, failed) since that was looked at last
+        self._next_io = 1
+
+    def of(self, place: int) -> Backing:
+        """The backing of a place that is not 0."""
+        return self.all[place >> PLACE_BITS]
+
+    def begin(self, io: Io) -> int:
+        """An I/O's number."""
+        io.number, self._next_io = self._next_io, self._next_io + 1
+        self.ios[io.number] = io
+        return io.number

@@ -1,0 +1,48 @@
+"""Which objects are written to which backings: the one policy about that."""
+
+from array import array
+from collections.abc import Sequence
+
+from kvhold.core.common import Common
+from kvhold.core.rows import State
+from kvhold.core.story import fingerprint
+
+_GHOSTS = 1 << 16
+
+
+class Placement:
+    """Each object has one home among the backings, by its key, so that a restart finds it in the same one."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._backings = common.backings.all
+        self._ghosts = array("Q", bytes(8 * _GHOSTS))
+
+    def stored(self, row: int, parent: bytes, depth: int) -> None:
+        """An object that follows ``parent`` was stored: have it written when its turn comes, if it is worth that."""
+        if not self._backings:
+            return
+        mark = fingerprint(self._common.catalogue.key[row])
+        if self._common.limits.second_touch:
+            again = self._ghosts[mark % _GHOSTS] == mark
+            self._ghosts[mark % _GHOSTS] = 0 if again else mark
+            if not again:
+                self._common.counters["write_first_touch"] += 1
+                return
+        home = sorted(self._backings)[mark % len(self._backings)]
+        self._backings[home].stored(row, parent, depth)
+
+    def touched(self, rows: Sequence[int], start: int, end: int) -> None:
+        """Objects ``start`` to ``end`` of the chain ``rows`` were found; that may make them worth writing."""
+        if self._backings and self._common.limits.second_touch:
+            key = self._common.catalogue.key
+            for depth in range(start, end):
+                self.touched_one(rows[depth], key[rows[depth - 1]] if depth else b"", depth)
+
+    def touched_one(self, row: int, parent: bytes, depth: int) -> None:
+        """An object that follows ``parent`` was found."""
+        catalogue = self._common.catalogue
+        if not self._backings or not self._common.limits.second_touch:
+            return
+        if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.place[row]:
+            self.stored(row, parent, depth)
