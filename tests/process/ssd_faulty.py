@@ -16,6 +16,7 @@ from pathlib import Path
 
 import kvhold.manager.process as process
 import kvhold.manager.server as server
+import kvhold.manager.sessions as sessions
 import kvhold.manager.ssd as ssd
 from kvhold.cli import main
 from kvhold.manager.config import ManagerConfig
@@ -101,6 +102,6 @@ if __name__ == "__main__":
     orders = Orders(Path(sys.argv.pop(1)))
     ssd.claim_log = partial(ssd.claim_log, files=Faulty(orders))  # type: ignore[assignment]
     ssd.Recovery = recovery(orders)  # type: ignore[misc]
-    server.STORE_SECONDS, server.DISK_SECONDS = STORE_SECONDS, DISK_SECONDS
+    server.STORE_SECONDS, sessions.DISK_SECONDS = STORE_SECONDS, DISK_SECONDS
     process.run = run
     main()

@@ -164,12 +164,12 @@ def test_a_directory_that_opens_later_is_known_at_once_or_never(folder: Path, qu
         server = Server(config, listener, memory)
         server.core.counters["quarantined"] = quarantined
         store, ssd = Opened(), SsdConfig(folder / "ssd", 64 << 20, 0)
-        latecomer = Latecomer(ssd, memory.view, "in use", server.adopt)
-        server.latecomers.append(latecomer)
-        server.adopt(latecomer, store)  # type: ignore[arg-type]
-        assert server.latecomers
+        latecomer = Latecomer(ssd, memory.view, "in use", server.stores.adopt)
+        server.stores.latecomers.append(latecomer)
+        server.stores.adopt(latecomer, store)  # type: ignore[arg-type]
+        assert server.stores.latecomers
         server._calls.get_nowait()()
-        assert (list(server.core.storage.backings), server.latecomers) == (
+        assert (list(server.core.storage.backings), server.stores.latecomers) == (
             ([], [latecomer]) if quarantined else ([1], [])
         )
         assert store.closed == bool(quarantined)

@@ -113,7 +113,7 @@ def _serve(config: ManagerConfig, listener: Listener, ending: _Ending) -> None:
     if config.starter_fd is None:
         for store in stores:  # a start that is refused has taken nothing from an SSD
             store.trim()
-    server.wait_for(Latecomer(ssd, memory.view, reason, server.adopt) for ssd, reason in late)
+    server.stores.wait_for(Latecomer(ssd, memory.view, reason, server.stores.adopt) for ssd, reason in late)
     ending.hand_over(server.stop)
     listener.listen()
     log.info(

@@ -82,7 +82,7 @@ def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
     core, now = server.core, time.monotonic_ns()
     return {
         "version": __version__,
-        "incarnation": server.incarnation,
+        "incarnation": server.sessions.incarnation,
         "socket": str(server.listener.path),
         "embedded": server.config.starter_fd is not None,
         "uptime_seconds": time.monotonic() - server.started,
@@ -93,13 +93,13 @@ def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
             {
                 "log": number,
                 **backing.report(now),
-                **(server.stores[number].report() if number in server.stores else {}),
+                **(server.stores.opened[number].report() if number in server.stores.opened else {}),
             }
             for number, backing in core.storage.backings.items()
         ],
         "closed_logs": [
             {"path": str(each.path), "reason": each.reason, "seconds": time.monotonic() - each.since}
-            for each in server.latecomers
+            for each in server.stores.latecomers
         ],
         "io_pending": core.storage.pending,
         "limbo_bytes": core.limbo_bytes,
@@ -110,8 +110,8 @@ def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
         "messages": server.clients.handled,
         "unfinished": server.core.unfinished_work,
         "clients": _clients(server.clients.connections.values()),
-        "turns": server.times.turns.plain(),
-        "answers": {kind: times.plain() for kind, times in server.times.answers.items()},
+        "turns": server.sessions.times.turns.plain(),
+        "answers": {kind: times.plain() for kind, times in server.sessions.times.answers.items()},
         "namespaces": len(core.catalogue.namespaces),
         "spaces_known": len(core.catalogue.indexes),
         "spaces": spaces,
