@@ -4,20 +4,24 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fake_disks import FakeDisk, Flying, Name
 
 from kvhold.core import Core
 from kvhold.core import events as ev
-from kvhold.core.catalogue import Index
+from kvhold.core.catalogue import Catalogue
 from kvhold.core.events import Effect, Event, Gone, Role
+from kvhold.core.eviction import POLICIES, Policy
+from kvhold.core.indexes import Index
 from kvhold.core.limits import Limits
 from kvhold.core.log import events as lev
 from kvhold.core.log.backing import LogBacking
 from kvhold.core.log.segments import HEADER, Log, Segment, unpack
-from kvhold.core.recency import CLOSED
+from kvhold.core.lru import CLOSED, LRU, RecencyList
 from kvhold.core.rows import State
 from kvhold.core.sessions import Phase
+from kvhold.core.twoq import TwoQ, TwoQList
 
 PAGE = 16 << 10
 SLOT = 4 << 10
@@ -58,9 +62,14 @@ class World:
     """A core, a log of what was told to it, and an audit after every event."""
 
     def __init__(
-        self, pages: int = 16, page: int = PAGE, populated: int | None = None, limits: Limits | None = None
+        self,
+        pages: int = 16,
+        page: int = PAGE,
+        populated: int | None = None,
+        limits: Limits | None = None,
+        policy: Policy = POLICIES["lru"],
     ) -> None:
-        self.core = Core(page, pages * page, limits)
+        self.core = Core(page, pages * page, limits, policy)
         self.now = 1
         self.log: list[tuple[Event | None, int]] = []  # None is a step
         self.told: list[Effect] = []
@@ -289,6 +298,41 @@ def segment_of(core: Core, row: int) -> tuple[Log, Segment, int]:
     return backing.device.log, backing.device.log.segments[segment], at
 
 
+def audit_lru(cat: Catalogue, recency: LRU[Any], lists: list[RecencyList[Any]]) -> None:
+    """Stamps never grow towards the old end, and each list that has rows is looked at."""
+    for lst in lists:
+        assert cat.state[lst.head] == State.HEAD
+        row, stamp = cat.older[lst.head], recency.clock.count
+        while row != lst.head:
+            assert cat.older[cat.newer[row]] == cat.newer[cat.older[row]] == row
+            assert cat.stamp[row] <= stamp
+            row, stamp = cat.older[row], cat.stamp[row]
+        entries = [entry for entry in recency._heaps.get(lst.size, []) if entry[2] is lst]
+        if lst is not lists[-1]:
+            assert len(entries) == lst.queued
+            assert lst.queued or cat.newer[lst.head] == lst.head, "a list with objects is never looked at"
+            assert not entries or row == cat.newer[lst.head] or entries[0][0] <= cat.stamp[cat.newer[lst.head]]
+    queued = [entry for heap in recency._heaps.values() for entry in heap]
+    closed = [entry for entry in queued if entry[2].head == CLOSED]
+    assert len(closed) == sum(recency._closed.values()) <= len(queued) / 2 + 1
+    assert len(queued) - len(closed) <= len(lists) - 1
+
+
+def audit_twoq(cat: Catalogue, recency: TwoQ[Any], lists: dict[int | None, TwoQList[Any]]) -> None:
+    """Each row is in the queue that it is said to be in, and those are counted."""
+    counts: dict[int, list[int]] = {}
+    for lst in lists.values():
+        queues = recency._probation.rows_of(lst.probation), recency._main.rows_of(lst.main)
+        members = [list(queue) for queue in queues]
+        assert [len(queue) for queue in members] == lst.count
+        assert all(recency._kept[row] == kept for kept, queue in enumerate(members) for row in queue)
+        for kept, queue in enumerate(members):
+            counts.setdefault(lst.size, [0, 0])[kept] += len(queue)
+    assert {size: count for size, count in counts.items() if any(count)} == recency._counts
+    audit_lru(cat, recency._probation, [lst.probation for lst in lists.values()])
+    audit_lru(cat, recency._main, [lst.main for lst in lists.values()])
+
+
 def audit(core: Core) -> None:
     """Every column, list, index and account of ``core`` agrees with every other one."""
     cat, arena = core.catalogue, core.arena
@@ -351,31 +395,24 @@ def audit(core: Core) -> None:
         assert namespace.used == sum(index.slots * index.size for index in namespace.indexes.values())
     assert {id(n) for n in cat.namespaces.values()} == {id(index.namespace) for index in cat.indexes.values()}
 
-    # Recency: each object is in its index's list and nowhere else; stamps never grow towards the old end.
+    # Recency: each object is in its index's list and nowhere else.
+    lists = {index.id: index.recency for index in cat.indexes.values()} | {None: cat.cold_list}
     listed: set[int] = set()
-    lists = [(index.recency, index.id) for index in cat.indexes.values()] + [(cat._cold, None)]
-    for lst, owner in lists:
-        assert cat.state[lst.head] == State.HEAD
-        row, stamp = cat.older[lst.head], cat.recency._clock
-        while row != lst.head:
-            assert cat.older[cat.newer[row]] == cat.newer[cat.older[row]] == row
-            assert cat.state[row] == State.COLD if owner is None else cat.owner[row] == owner
-            assert cat.stamp[row] <= stamp
-            assert row not in listed
-            listed.add(row)
-            row, stamp = cat.older[row], cat.stamp[row]
-        heap = cat.recency._heaps.get(lst.size, [])
-        entries = [entry for entry in heap if entry[2] is lst]
-        if owner is not None:
-            assert len(entries) == lst.queued
-            assert lst.queued or cat.newer[lst.head] == lst.head, "a list with objects is never looked at"
-            assert not entries or row == cat.newer[lst.head] or entries[0][0] <= cat.stamp[cat.newer[lst.head]]
+    for owner, lst in lists.items():
+        members = list(cat.recency.rows_of(lst))
+        assert all(cat.state[row] == State.COLD if owner is None else cat.owner[row] == owner for row in members)
+        assert listed.isdisjoint(members)
+        assert len(set(members)) == len(members)
+        listed.update(members)
     assert listed == {row for row in objects if cat.state[row] != State.LOADING}
-    queued = [entry for heap in cat.recency._heaps.values() for entry in heap]
-    closed = [entry for entry in queued if entry[2].head == CLOSED]
-    assert len(closed) == sum(cat.recency._closed.values()) <= len(queued) / 2 + 1
-    assert len(queued) - len(closed) <= len(cat.indexes)
-    assert sum(cat.state[row] == State.HEAD for row in rows) == len(lists)
+    heads = sum(cat.state[row] == State.HEAD for row in rows)
+    if isinstance(cat.recency, TwoQ):
+        assert heads == 2 * len(lists)
+        audit_twoq(cat, cat.recency, lists)
+    else:
+        assert heads == len(lists)
+        assert isinstance(cat.recency, LRU)
+        audit_lru(cat, cat.recency, list(lists.values()))
 
     # Spare rows are the free ones.
     assert sorted(cat.spare) == [row for row in rows if cat.state[row] == State.FREE]

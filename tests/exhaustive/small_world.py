@@ -882,13 +882,9 @@ class Canon:
     def recency(self) -> list[Any]:
         catalogue = self.catalogue
         lists = [(index.namespace.name, index.recency) for index in catalogue.indexes.values()]
-        lists.append((b"", catalogue._cold))
-        listed = []
-        for owner, lst in sorted(lists, key=lambda entry: entry[0]):
-            row = catalogue.newer[lst.head]
-            while row != lst.head:
-                listed.append((owner, row))
-                row = catalogue.newer[row]
+        lists.append((b"", catalogue.cold_list))
+        lists.sort(key=lambda entry: entry[0])
+        listed = [(owner, row) for owner, lst in lists for row in catalogue.recency.rows_of(lst)]
         ranks = {stamp: rank for rank, stamp in enumerate(sorted({catalogue.stamp[row] for _, row in listed}))}
         return [(owner, self.name(row), ranks[catalogue.stamp[row]]) for owner, row in listed]
 

@@ -9,8 +9,8 @@ from small_world import A0, A1, B0, LIMITS, Setting, SmallWorld
 
 import kvhold.core.catalogue
 import kvhold.core.events
+import kvhold.core.lru
 import kvhold.core.placement
-import kvhold.core.recency
 
 SECONDS = float(os.environ.get("KVHOLD_SEARCH_SECONDS", "1.2"))
 """For each search, of which there are twelve; the least depth is searched however long it takes."""
@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of one row, and nothing that is large to copy."""
     monkeypatch.setattr(kvhold.core.events, "MAX_BATCH", 1)
     monkeypatch.setattr(kvhold.core.placement, "_GHOSTS", 1)
-    monkeypatch.setattr(kvhold.core.recency, "LOOK", 8)
+    monkeypatch.setattr(kvhold.core.lru, "LOOK", 8)
 
 
 def explore(name: str, events: int, seconds: float, least_depth: int, capsys: pytest.CaptureFixture[str]) -> None:

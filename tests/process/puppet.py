@@ -116,7 +116,7 @@ def main() -> None:
             elif method == "asker":
                 made[name] = Asker(*arguments)
             elif method == "embedded":
-                made[name] = Embedded([Path(arguments[0])], arguments[1], False, None)
+                made[name] = Embedded([Path(arguments[0])], arguments[1], False, None, *arguments[2:])
             elif method == "fork":
                 result = os.fork()
                 while not result:

@@ -241,6 +241,16 @@ def test_starts_again_after_its_manager_was_killed(puppet: Make, run: Path, watc
     ended(second, run)
 
 
+def test_its_manager_evicts_as_it_was_told(puppet: Make, run: Path, watch: Callable[[Path], Watched]) -> None:
+    path = run / "e-1.sock"
+    process = puppet()
+    process.make("embedded", str(path), DRAM, "2q").start()
+    manager = watch(path)
+    assert status(path)["eviction"] == "2q"
+    process.kill()
+    ended(manager, run)
+
+
 def test_one_that_cannot_start_says_so(puppet: Make, run: Path) -> None:
     embedded = puppet().make("embedded", str(run / "e-1.sock"), 1 << 20)
     says = "the engine's own manager did not start: dram: 1MiB is too small; give at least 2MiB$"

@@ -227,6 +227,31 @@ def test_takes_huge_pages(serve: Callable[..., Manager]) -> None:
     assert "32MiB of DRAM (huge pages)" in manager.log_tail()
 
 
+# --- eviction -------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_a_policy_that_is_not_known(folder: Path) -> None:
+    assert "'fifo' is unknown; use one of: lru, 2q" in refused(folder / "s", "--eviction", "fifo")
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize(("options", "left"), [((), 0), (("--eviction", "2q"), 20)], ids=["lru", "2q"])
+def test_what_is_asked_for_twice_stays_if_the_policy_says_so(
+    serve: Callable[..., Manager], options: tuple[str, ...], left: int
+) -> None:
+    manager = serve(*options)
+    populated(manager.socket)
+    engine = Engine(manager.socket, "one", slots=8, shard=256 << 10)
+    hot = list(range(20))
+    engine.store(hot)
+    op, resident, *_ = engine.scheduler.ask(hot)
+    assert resident == 20
+    engine.scheduler.release(op)
+    engine.store(list(range(100, 400)))  # thrice what there is room for
+    assert engine.scheduler.ask(hot)[1] == left
+    assert status(manager.socket)["eviction"] == (options or ("", "lru"))[1]
+
+
 # --- http -----------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from fake_disks import FakeDisk, Name, name_of, size_of
 from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.core.events import Effect, Event, Gone, Reason, Role
+from kvhold.core.eviction import POLICIES
 from kvhold.core.limits import Limits
 from kvhold.core.log.segments import HEADER
 from kvhold.core.rows import State
@@ -163,11 +164,13 @@ class Before(NamedTuple):
 class CoreModel:
     """Drives a core and a disk, and checks all that either says."""
 
+    policy = "lru"
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 1
         self.limits = Limits(**LIMITS)  # type: ignore[arg-type]
-        self.core = Core(PAGE, PAGES * PAGE, self.limits)
+        self.core = Core(PAGE, PAGES * PAGE, self.limits, POLICIES[self.policy])
         self.log: list[tuple[Event | None, int]] = []
         self.told: list[list[Effect]] = []
         self.engines: list[Engine] = []

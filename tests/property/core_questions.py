@@ -118,7 +118,7 @@ class Questions(Engines):
         # A question about nothing at all is one all the same: it names no space that is not there.
         one = Asked(revision, True, spaces[0] if spaces else None, names, chosen=names)
         event = ev.Prepare(engine.scheduler.id, op, revision, tuple(named), tuple(marked))
-        calm, clock = not self.core.has_work, self.core.catalogue.recency._clock
+        calm, clock = not self.core.has_work, self.core.catalogue.recency.clock.count
         self.ask(engine, event, one, torn and bool(marked), demand, nothing=not spaces)
         if calm and number % 2 and (engine.asked.get(op) is one or one.answered) and not one.crowded:
             self.drain()

@@ -27,9 +27,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvhold.core import Core, catalogue
+from kvhold.core import Core, indexes
 from kvhold.core import events as ev
 from kvhold.core.events import Gone
+from kvhold.core.eviction import POLICIES
 from kvhold.core.limits import Limits, Quota
 from kvhold.core.rows import State
 
@@ -237,16 +238,24 @@ class Machine(Questions, RuleBasedStateMachine):
         assert not self.core.operations._waiters
         assert self.core.accounts()["free_pages"] == self.core.arena.total
         assert not self.core.catalogue.indexes
-        again = Core(PAGE, PAGES * PAGE, Limits(**LIMITS))  # type: ignore[arg-type]
+        again = Core(PAGE, PAGES * PAGE, Limits(**LIMITS), POLICIES[self.policy])  # type: ignore[arg-type]
         assert self.told == [again.step() if event is None else again.handle(event, now) for event, now in self.log]
 
 
-def explore(monkeypatch: pytest.MonkeyPatch, examples: int, steps: int) -> None:
+class UsedOnceGoesFirst(Machine):
+    """The same rules, whatever decides which objects go."""
+
+    policy = "2q"
+
+
+def explore(
+    monkeypatch: pytest.MonkeyPatch, examples: int, steps: int, machine: type[RuleBasedStateMachine] = Machine
+) -> None:
     monkeypatch.setattr(ev, "MAX_BATCH", SLICE)
     monkeypatch.setattr(ev, "MAX_LISTED", 2 * SLICE + 1)
-    monkeypatch.setattr(catalogue, "_SMALL", SLICE)
+    monkeypatch.setattr(indexes, "_SMALL", SLICE)
     run_state_machine_as_test(
-        Machine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -284,6 +293,15 @@ def test_any_interleaving_keeps_the_rules(monkeypatch: pytest.MonkeyPatch):
     explore(monkeypatch, examples=200, steps=50)
 
 
+def test_any_interleaving_keeps_the_rules_with_another_policy(monkeypatch: pytest.MonkeyPatch):
+    explore(monkeypatch, examples=60, steps=50, machine=UsedOnceGoesFirst)
+
+
 @pytest.mark.long
 def test_many_more_interleavings_keep_the_rules(monkeypatch: pytest.MonkeyPatch):
     explore(monkeypatch, examples=2000, steps=80)
+
+
+@pytest.mark.long
+def test_many_more_interleavings_keep_the_rules_with_another_policy(monkeypatch: pytest.MonkeyPatch):
+    explore(monkeypatch, examples=2000, steps=80, machine=UsedOnceGoesFirst)

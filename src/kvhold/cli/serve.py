@@ -71,8 +71,12 @@ def serve(
         bool, typer.Option("--ssd-second-touch", help="Write only what was stored or found a second time.")
     ] = False,
     huge_pages: Annotated[bool, typer.Option("--huge-pages", help="Back the arena with huge pages.")] = False,
+    eviction: Annotated[
+        str, typer.Option(help="Evict what was used longest ago (lru) or used only once (2q).")
+    ] = "lru",
 ) -> None:
     """Run a manager in the foreground until SIGTERM or SIGINT."""
+    from kvhold.core.eviction import POLICIES
     from kvhold.core.limits import Limits
     from kvhold.manager.config import MIN_FREE, ManagerConfig
     from kvhold.manager.process import run
@@ -84,12 +88,15 @@ def serve(
     ):
         if given and not ssd:
             raise typer.BadParameter("is for SSD directories; name one with --ssd PATH:SIZE", param_hint=option)
+    if eviction not in POLICIES:
+        raise typer.BadParameter(f"{eviction!r} is unknown; use one of: {', '.join(POLICIES)}", param_hint="--eviction")
     min_free = MIN_FREE if ssd_min_free is None else _size(ssd_min_free, "--ssd-min-free")
     write_rate = 0 if ssd_write_rate is None else _rate(ssd_write_rate)
     config = ManagerConfig(
         socket=_default_socket() if socket is None else socket.absolute(),
         dram=_size(dram, "--dram"),
         huge_pages=huge_pages,
+        eviction=eviction,
         http=_address(http) if http else None,
         ssd=tuple(_ssd(directory, min_free) for directory in ssd or ()),
         limits=Limits(write_rate=write_rate, second_touch=ssd_second_touch),

@@ -40,7 +40,7 @@ os.read(waits, 1)
 class _Manager:
     """A manager that this process has started, and a socket over which it says why it could not start."""
 
-    def __init__(self, path: Path, dram: int, huge_pages: bool, ssd: str | None) -> None:
+    def __init__(self, path: Path, dram: int, huge_pages: bool, ssd: str | None, eviction: str) -> None:
         self.pid = -1
         self.ended = False
         self.taken = False
@@ -49,7 +49,7 @@ class _Manager:
         self._pidfd = -1
         self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         its_end = str(theirs.fileno())
-        options = [str(path), str(dram), its_end, str(int(huge_pages)), *([ssd] if ssd else [])]
+        options = [str(path), str(dram), its_end, str(int(huge_pages)), eviction, *([ssd] if ssd else [])]
         with theirs:
             launched = subprocess.run(
                 [sys.executable, "-IS", "-c", _LAUNCH, its_end, sys.executable, "-m", "kvhold.manager", *options],
@@ -94,13 +94,16 @@ class Embedded:
     A socket pair tells it when this process ends, and this process why it could not start.
     """
 
-    def __init__(self, paths: Sequence[Path], dram: int, huge_pages: bool, ssd: str | None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], dram: int, huge_pages: bool, ssd: str | None, eviction: str = "lru"
+    ) -> None:
         self.paths = paths
         self.path = paths[0]
         """Where it was seen last; it moves where its folder goes away."""
         self.dram = dram
         self._huge_pages = huge_pages
         self._ssd = ssd
+        self._eviction = eviction
         self._manager: _Manager | None = None
         self._was_up = False
         self._is_new = False  # nobody was told of it yet
@@ -165,7 +168,7 @@ class Embedded:
             path = new_socket(self.path.name) if is_default(self.path) else self.path
         except NoPlace as error:
             raise self._failed(f"the engine's own manager did not start: {error}") from None
-        self._manager = _Manager(path, self.dram, self._huge_pages, self._ssd)
+        self._manager = _Manager(path, self.dram, self._huge_pages, self._ssd, self._eviction)
         self._was_up, self._is_new = False, True
         return self._manager
 

@@ -6,8 +6,10 @@ from typing import Generic, TypeVar
 
 from kvhold.core import events as ev
 from kvhold.core.arena import Arena
-from kvhold.core.catalogue import Catalogue, Index
+from kvhold.core.catalogue import Catalogue
 from kvhold.core.events import Effect
+from kvhold.core.eviction import Eviction, Policy
+from kvhold.core.indexes import Index
 from kvhold.core.limits import Limits
 from kvhold.core.sessions import Attachment, Session
 from kvhold.core.story import Story
@@ -23,13 +25,14 @@ def split(keys: bytes, width: int) -> tuple[bytes, ...]:
 class Common:
     """State that more than one part changes. ``capacity`` is the arena's final size in bytes."""
 
-    def __init__(self, page: int, capacity: int, limits: Limits) -> None:
+    def __init__(self, page: int, capacity: int, limits: Limits, policy: Policy) -> None:
         self.capacity = capacity
         self.now = 0
         self.arena = Arena(page)
         self.story = Story()
-        self.catalogue = Catalogue(self.arena, self.story, limits)
+        self.catalogue = Catalogue(self.arena, self.story, limits, policy)
         self.backings = self.catalogue.backings
+        self.eviction = Eviction(self.catalogue)
         self.counters: Counter[str] = self.catalogue.counters
         self.attachments: dict[int, Attachment] = {}
         self.sessions: dict[int, Session] = {}

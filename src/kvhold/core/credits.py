@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from kvhold.core import events as ev
 from kvhold.core.arena import slot_bytes
-from kvhold.core.catalogue import Index
 from kvhold.core.common import Common, split
 from kvhold.core.events import Effect
+from kvhold.core.indexes import Index
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Space
 from kvhold.core.storage import Storage
@@ -205,7 +205,7 @@ class Credits:
         elif self._catalogue.recency.passed - self._passed > len(self._catalogue.state):
             return []
         effects: list[Effect] = []
-        catalogue, budget, more = self._catalogue, ev.MAX_BATCH, False
+        catalogue, eviction, budget, more = self._catalogue, self._common.eviction, ev.MAX_BATCH, False
         for attachment_id, number in list(self._hungry):
             if not budget:
                 more = True
@@ -218,12 +218,12 @@ class Credits:
             space = attachment.spaces[number]
             rows: list[int] = []
             missing = max(0, self.target(attachment, space) - len(space.credits))
-            cost = catalogue.cost + ev.MAX_BATCH
+            cost = eviction.cost + ev.MAX_BATCH
             while len(rows) < missing:
-                if len(rows) == budget or catalogue.cost >= cost:
+                if len(rows) == budget or eviction.cost >= cost:
                     more = True
                     break
-                row = catalogue.take(space.index)
+                row = eviction.take(space.index)
                 if row is None:
                     break
                 rows.append(row)
@@ -290,7 +290,7 @@ class Credits:
                 parent = known
             elif _cut_off(index, before):
                 self._not_kept(index, key, row, "unreachable")
-            elif catalogue.objects >= limit and not catalogue.forget_one():
+            elif catalogue.objects >= limit and not self._common.eviction.forget_one():
                 self._not_kept(index, key, row, "over_max_objects")
                 parent = None
             elif _cut_off(index, before):  # by what gave way

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from kvhold.core import events as ev
-from kvhold.core.catalogue import Index
 from kvhold.core.common import Common
+from kvhold.core.indexes import Index
 from kvhold.core.rows import NAMES, State
 from kvhold.core.story import MARK, Entry, Kind, fingerprint
 from kvhold.core.turns import Work

@@ -7,9 +7,9 @@ from collections.abc import Generator, Sequence
 
 from kvhold.core import events as ev
 from kvhold.core.budgets import Budgets
-from kvhold.core.catalogue import Index
 from kvhold.core.common import Common, split
 from kvhold.core.events import Effect, Reason
+from kvhold.core.indexes import Index
 from kvhold.core.operations import Operations, name_of
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Operation, Part, Phase
@@ -264,7 +264,7 @@ class Matching:
         reading = self._storage.reading
         if short := reading.worth(row):
             return short
-        if not self._catalogue.fill(row):
+        if not self._common.eviction.fill(row):
             return Reason.BUDGET
         reading.read(row)
         return Reason.NONE

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from kvhold.core import events as ev
 from kvhold.core.budgets import Budgets
-from kvhold.core.catalogue import Index
 from kvhold.core.common import Common, Timer
 from kvhold.core.events import Effect, Reason
+from kvhold.core.indexes import Index
 from kvhold.core.sessions import Attachment, Operation, Part, Phase
 from kvhold.core.storage import Storage
 from kvhold.core.story import Kind, block_of, fingerprint

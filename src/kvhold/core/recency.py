@@ -1,112 +1,36 @@
-"""In which order objects are evicted: least recently used first, and of a chain its end before its start.
+"""What an eviction policy is: it knows in which order objects are given up, and nothing else of them.
 
-``insert, touch, remove, oldest`` are all that the catalogue knows of the policy. There is a list per index, so that a
-namespace's share can be kept apart; stamps compare across lists. Leased rows stay in their list: one that comes up for
-eviction is passed over and counts as used just now, so that leasing and releasing cost no list work at all.
+``eviction`` asks it which object goes and sees to it that there is room then. Policies are ``lru`` and ``twoq``; a new
+one is a class that keeps this contract, and a name in ``eviction.POLICIES``.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic, TypeVar
-
-from kvhold.core.rows import Rows, State
-
-LOOK = 512
-"""Rows that one search for a victim looks at before it gives up."""
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 _TIME_STEP, _TIMES = 60_000_000_000, 1 << 15
 """A minute, for three weeks, is how well it is known when something was used last."""
 
-CLOSED = -1
-"""In place of the head of a list that is not used any more."""
-
 T = TypeVar("T")
+L = TypeVar("L")
 
 
-class RecencyList(Generic[T]):
-    """Objects of one size that belong to ``owner``; ``head`` is its own row, older than all and newer than all."""
+class Clock:
+    """Counts uses: a row's ``stamp`` is the count when it was used last. ``now`` is the time in nanoseconds."""
 
-    __slots__ = ("head", "number", "owner", "queued", "size")
-
-    def __init__(self, head: int, size: int, owner: T, number: int) -> None:
-        self.head = head
-        self.size = size
-        self.owner = owner
-        self.number = number
-        self.queued = False
-
-
-class Recency(Generic[T]):
-    """All lists over ``rows``. ``passed`` counts the rows that were looked at in vain, ever."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.passed = 0
+    def __init__(self) -> None:
+        self.count = 0
         self.now = 0
-        self._rows = rows
-        self._clock = 0
-        self._number = 0
-        self._times: deque[tuple[int, int]] = deque(maxlen=_TIMES)  # (time, clock then)
-        # By size, of every list that is not empty: its oldest row's stamp when last looked at. Never newer than it is.
-        self._heaps: dict[int, list[tuple[int, int, RecencyList[T]]]] = {}
-        self._closed: dict[int, int] = {}  # by size, how many of them are closed
-
-    @property
-    def sizes(self) -> list[int]:
-        return [size for size, heap in self._heaps.items() if heap]
-
-    def open(self, size: int, owner: T, compared: bool = True) -> RecencyList[T]:
-        """A new list; one that is not ``compared`` is never looked at by :meth:`oldest`."""
-        rows = self._rows
-        head = rows.new()
-        rows.move(head, State.HEAD)
-        rows.older[head] = rows.newer[head] = head
-        self._number += 1
-        lst = RecencyList(head, size, owner, self._number)
-        lst.queued = not compared
-        return lst
-
-    def close(self, lst: RecencyList[T]) -> None:
-        """The list is empty and not used again."""
-        self._rows.drop(lst.head)
-        lst.head = CLOSED
-        if not lst.queued:
-            return
-        # To look for it in the heap would cost as much as there are lists, each time; so that is done now and then.
-        heap, closed = self._heaps[lst.size], self._closed.get(lst.size, 0) + 1
-        if closed * 2 > len(heap):
-            heap[:] = [entry for entry in heap if entry[2].head != CLOSED]
-            heapify(heap)
-            closed = 0
-        self._closed[lst.size] = closed
-        self._drop_empty(lst.size)
-
-    def _drop_empty(self, size: int) -> None:
-        if not self._heaps[size]:
-            del self._heaps[size]
-            self._closed.pop(size, None)
-
-    def insert(self, row: int, lst: RecencyList[T], parent: int | None = None) -> None:
-        """Put a row that is in no list just behind ``parent``, which is in ``lst``; without one, as used just now."""
-        if parent is None:
-            self._clock += 1
-            self._rows.stamp[row] = self._clock
-            self._link(row, lst.head)
-        else:
-            self._rows.stamp[row] = self._rows.stamp[parent]
-            self._link(row, parent)
-        if not lst.queued:
-            lst.queued = True
-            heappush(self._heaps.setdefault(lst.size, []), (self._rows.stamp[row], lst.number, lst))
+        self._times: deque[tuple[int, int]] = deque(maxlen=_TIMES)  # (time, count then)
 
     def note_time(self, now: int) -> None:
         """Remember, now and then, which uses came before ``now``."""
         self.now = now
         if not self._times or now - self._times[-1][0] >= _TIME_STEP:
-            self._times.append((now, self._clock))
+            self._times.append((now, self.count))
 
-    def clock_at(self, then: int) -> int:
+    def at(self, then: int) -> int:
         """Rows with a smaller or equal stamp were not used after ``then``; 0 if that is not known."""
         found = bisect_right(self._times, then, key=lambda noted: noted[0])
         return self._times[found - 1][1] if found else 0
@@ -116,106 +40,76 @@ class Recency(Generic[T]):
         found = [bisect_left(self._times, stamp, key=lambda noted: noted[1]) for stamp in stamps]
         return [self._times[at][0] if at < len(self._times) else self.now for at in found]
 
-    def append(self, row: int, lst: RecencyList[T]) -> None:
-        """Put a row that is in no list where the one used longest ago is."""
-        oldest = self._rows.newer[lst.head]
-        if oldest == lst.head:
-            self.insert(row, lst)
-        else:
-            self.insert(row, lst, oldest)
 
-    def remove(self, row: int) -> None:
-        older, newer = self._rows.older, self._rows.newer
-        before, after = newer[row], older[row]
-        older[before], newer[after] = after, before
+class Recency(Protocol[T, L]):
+    """A policy over the rows of a catalogue, in lists of objects of one size that belong to one owner.
 
-    def touch(self, touched: Sequence[int], lst: RecencyList[T]) -> None:
-        """Make the rows of a chain, all of ``lst``, the most recent, the first before the last.
+    The catalogue owes: a row is in at most one list, and names that list whenever it is spoken of; it is in none while
+    it has no object or is LOADING. A row that is LEASED stays where it is, so that leasing and releasing cost nothing
+    here: the policy passes it over. What uses a chain says so once, with all of its rows.
 
-        Rows that already follow each other are moved as one piece. A row that the chain names a second time stays.
+    The policy owes: a row's ``stamp`` is the clock's count when it was used last, or its parent's, and of rows that it
+    names for different lists or sizes that with the smallest goes first. Chains go from their ends, as far as their
+    rows are of one standing. No call costs more than about as many steps as rows are named, or
+    :data:`kvhold.core.lru.LOOK`, and nothing depends on anything but the calls and their order. It alone writes
+    ``stamp``, ``older`` and ``newer``, and may keep columns of its own.
+    """
+
+    clock: Clock
+
+    @property
+    def passed(self) -> int:
+        """Rows that were looked at in vain, ever, because somebody holds them."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Sizes of which compared lists have objects."""
+        ...
+
+    def open(self, size: int, owner: T, compared: bool = True) -> L:
+        """A new list, empty. One that is not ``compared`` is never looked at by :meth:`oldest`."""
+        ...
+
+    def close(self, lst: L) -> None:
+        """The list is empty and not used again."""
+        ...
+
+    def insert(self, row: int, lst: L, parent: int | None = None, again: bool = False) -> None:
+        """Put in a row that is in no list, as used just now; with a ``parent`` in ``lst``, so that it goes before it.
+
+        What is known already, and stored or read once more, is there ``again``.
         """
-        self._clock += 1
-        rows, clock = self._rows, self._clock
-        older, newer, stamp = rows.older, rows.newer, rows.stamp
-        pieces: list[tuple[int, int]] = []
-        first = last = -1
-        for row in touched:
-            if stamp[row] == clock:
-                continue
-            stamp[row] = clock
-            if last < 0 or older[last] != row:
-                if last >= 0:
-                    pieces.append((first, last))
-                first = row
-            last = row
-        if last >= 0:
-            pieces.append((first, last))
-        head = lst.head
-        for first, last in reversed(pieces):
-            before, after = newer[first], older[last]
-            older[before], newer[after] = after, before
-            front = older[head]
-            older[head], newer[first] = first, head
-            older[last], newer[front] = front, last
+        ...
+
+    def append(self, row: int, lst: L) -> None:
+        """Put in a row that is in no list where it goes before those that were put in like it."""
+        ...
+
+    def remove(self, row: int, lst: L) -> None:
+        """Take a row out of its list."""
+        ...
+
+    def touch(self, touched: Sequence[int], lst: L) -> None:
+        """The rows of a chain, in its order and all of ``lst``, were used just now. Some may be named twice."""
+        ...
+
+    def pass_over(self, row: int, lst: L) -> None:
+        """The row cannot go now: others are looked at before it is again."""
+        ...
 
     def oldest(self, size: int, spared: Callable[[T], bool]) -> int | None:
-        """The evictable row of ``size`` used longest ago whose owner is not spared; None when none was found."""
-        heap = self._heaps.get(size)
-        if heap is None:
-            return None
-        aside: list[tuple[int, int, RecencyList[T]]] = []
-        found = None
-        while heap:
-            stamp, number, lst = heap[0]
-            if lst.head == CLOSED:
-                heappop(heap)
-                self._closed[size] -= 1
-                continue
-            last = self._rows.newer[lst.head]
-            if last == lst.head:
-                heappop(heap)
-                lst.queued = False
-            elif (now := self._rows.stamp[last]) != stamp:
-                heapreplace(heap, (now, number, lst))
-            elif spared(lst.owner) or (row := self.victim(lst)) is None:
-                aside.append(heappop(heap))
-            elif self._rows.stamp[row] != stamp:
-                heapreplace(heap, (self._rows.stamp[row], number, lst))  # held ones were passed over
-            else:
-                found = row
-                break
-        for entry in aside:
-            heappush(heap, entry)
-        self._drop_empty(size)
-        return found
+        """The RESIDENT row of ``size`` that goes next, of owners that are not spared; None when none was found."""
+        ...
 
-    def first(self, lst: RecencyList[T]) -> int | None:
-        """The row of a list that was used longest ago."""
-        row = self._rows.newer[lst.head]
-        return None if row == lst.head else row
+    def victim(self, lst: L) -> int | None:
+        """The RESIDENT row of a list that goes next; None when none was found."""
+        ...
 
-    def victim(self, lst: RecencyList[T]) -> int | None:
-        """The object of a list to evict next; held ones on the way to it are passed over."""
-        newer, state = self._rows.newer, self._rows.state
-        first = newer[lst.head]
-        for look in range(LOOK):
-            row = newer[lst.head]
-            if row == lst.head or (look and row == first):
-                return None
-            if state[row] == State.RESIDENT:
-                return row
-            self.pass_over(row, lst)
-        return None
+    def first(self, lst: L) -> int | None:
+        """The row of a list that was used longest ago, whoever holds it."""
+        ...
 
-    def pass_over(self, row: int, lst: RecencyList[T]) -> None:
-        """Count ``row`` as used just now."""
-        self.passed += 1
-        self.remove(row)
-        self.insert(row, lst)
-
-    def _link(self, row: int, after: int) -> None:
-        """Put ``row`` on the older side of ``after``."""
-        older, newer = self._rows.older, self._rows.newer
-        following = older[after]
-        older[after], newer[row] = row, after
-        older[row], newer[following] = following, row
+    def rows_of(self, lst: L) -> Iterator[int]:
+        """All rows of a list. For audits: it takes as long as there are rows."""
+        ...

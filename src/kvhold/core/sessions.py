@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvhold.core.catalogue import Index
 from kvhold.core.events import Reason, Role
+from kvhold.core.indexes import Index
 
 
 class Phase(IntEnum):

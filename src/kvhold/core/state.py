@@ -4,8 +4,9 @@ Rules of this folder: all that decides is here, and nothing here knows what carr
 amount of work; what is longer is left as a resumable piece, of which :meth:`Core.step` does one slice. Effects are to
 be carried out in order; bytes are exposed only after the change that protects them.
 
-Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``backing``, ``catalogue``, ``sessions``, ``turns``,
-``credits``, ``reading``, ``placement``, ``storage``, ``log``, ``budgets``, ``operations``, ``matching``, then this.
+Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``lru``, ``backing``, ``indexes``, ``catalogue``,
+``eviction``, ``sessions``, ``turns``, ``credits``, ``reading``, ``placement``, ``storage``, ``log``, ``budgets``,
+``operations``, ``matching``, then this.
 """
 
 from collections import Counter
@@ -18,6 +19,7 @@ from kvhold.core.catalogue import Catalogue
 from kvhold.core.common import Common
 from kvhold.core.credits import Credits
 from kvhold.core.events import Effect, Event, Gone, Role
+from kvhold.core.eviction import POLICIES, Policy
 from kvhold.core.explain import explain
 from kvhold.core.limits import Limits
 from kvhold.core.listing import listing
@@ -42,10 +44,15 @@ class _Purging:
 
 
 class Core:
-    """The manager's decisions over an arena of at most ``capacity`` bytes in pages of ``page`` bytes."""
+    """The manager's decisions over an arena of at most ``capacity`` bytes in pages of ``page`` bytes.
 
-    def __init__(self, page: int, capacity: int, limits: Limits | None = None) -> None:
-        self.common = Common(page, capacity, limits or Limits())
+    ``policy`` makes what decides which objects give way: one of ``eviction.POLICIES``.
+    """
+
+    def __init__(
+        self, page: int, capacity: int, limits: Limits | None = None, policy: Policy = POLICIES["lru"]
+    ) -> None:
+        self.common = Common(page, capacity, limits or Limits(), policy)
         self.arena = self.common.arena
         self.catalogue: Catalogue = self.common.catalogue
         self.counters: Counter[str] = self.common.counters
@@ -68,7 +75,7 @@ class Core:
         if now < self.common.now:
             self.counters["clock_went_back"] += 1
         self.common.now = self.common.story.now = max(now, self.common.now)
-        self.catalogue.recency.note_time(self.common.now)
+        self.catalogue.recency.clock.note_time(self.common.now)
         return self._follow(self._handle(event))
 
     def _handle(self, event: Event) -> list[Effect]:
@@ -253,7 +260,7 @@ class Core:
         """Forget what is stored now; what is granted while this runs stays."""
         catalogue, storage = self.catalogue, self.storage
         last, then = catalogue.next_epoch, self.common.now - event.older
-        unused = catalogue.recency.clock_at(then) if event.older else None
+        unused = catalogue.recency.clock.at(then) if event.older else None
         marks = storage.marks(then)
         effects = storage.purge(event.namespace, marks)
         forgets = {effect.io for effect in effects if isinstance(effect, ev.Forget)}
@@ -320,7 +327,7 @@ class Core:
         while going:
             going = False
             for _ in range(ev.MAX_BATCH):
-                if not (catalogue.objects > catalogue.limits.max_objects and catalogue.forget_one()):
+                if not (catalogue.objects > catalogue.limits.max_objects and self.common.eviction.forget_one()):
                     break
                 going = True
             yield []
@@ -329,7 +336,7 @@ class Core:
             more = True
             while more:
                 owner = catalogue.namespaces.get(name)
-                more = owner is not None and owner.used > owner.quota.limit and catalogue.evict_own(owner)
+                more = owner is not None and owner.used > owner.quota.limit and self.common.eviction.evict_own(owner)
                 cost += 1
                 if cost % ev.MAX_BATCH == 0:
                     yield []

@@ -1,4 +1,5 @@
-"""How an engine starts its own manager: ``python -m kvhold.manager SOCKET DRAM STARTER_FD HUGE_PAGES [PATH:SIZE]``.
+"""How an engine starts its own manager: ``python -m kvhold.manager SOCKET DRAM STARTER_FD HUGE_PAGES EVICTION
+[PATH:SIZE]``.
 
 ``STARTER_FD`` is a socket. Its other end hears why this manager could not start.
 """
@@ -17,7 +18,7 @@ from kvhold.manager.process import run
 with contextlib.suppress(OSError):
     os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
 
-path, dram, starter_fd, huge_pages, *ssd = sys.argv[1:]
+path, dram, starter_fd, huge_pages, eviction, *ssd = sys.argv[1:]
 starter = os.dup(int(starter_fd))  # the server closes the other one, whose number may then stand for anything
 
 
@@ -33,7 +34,7 @@ except ValueError as error:
     print(f"kvhold: {error}", file=sys.stderr)
     tell(2, str(error))
     sys.exit(2)
-config = ManagerConfig(Path(path), int(dram), huge_pages == "1", starter_fd=int(starter_fd), ssd=directories)
+config = ManagerConfig(Path(path), int(dram), huge_pages == "1", eviction, starter_fd=int(starter_fd), ssd=directories)
 try:
     status = run(config, tell)
 except Exception as error:

@@ -29,11 +29,15 @@ class SsdConfig:
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """``dram`` bytes of arena; ``http`` is host and port of metrics and health; ``starter_fd`` makes it embedded."""
+    """``dram`` bytes of arena; ``http`` is host and port of metrics and health; ``starter_fd`` makes it embedded.
+
+    ``eviction`` is one of :data:`kvhold.core.eviction.POLICIES`.
+    """
 
     socket: Path
     dram: int
     huge_pages: bool = False
+    eviction: str = "lru"
     http: tuple[str, int] | None = None
     starter_fd: int | None = None
     ssd: tuple[SsdConfig, ...] = ()

@@ -9,7 +9,8 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from kvhold import __version__
-from kvhold.core.catalogue import Catalogue, Index
+from kvhold.core.catalogue import Catalogue
+from kvhold.core.indexes import Index
 from kvhold.core.turns import Work
 from kvhold.manager.clients import MAX_CLIENTS, OPERATORS, STRANGERS
 from kvhold.manager.connection import Connection, Stage
@@ -87,6 +88,7 @@ def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
         "embedded": server.config.starter_fd is not None,
         "uptime_seconds": time.monotonic() - server.started,
         "arena": {"bytes": server.memory.bytes, "populated": core.arena.total, "page": server.memory.page},
+        "eviction": server.config.eviction,
         "accounts": core.accounts(),
         "limits": limits_document(core.common.limits),
         "logs": [

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.eviction import POLICIES
 from kvhold.core.turns import Work
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
@@ -48,7 +49,7 @@ class Server:
         self.config = config
         self.listener = listener
         self.memory = memory
-        self.core = Core(self.memory.page, self.memory.bytes, config.limits)
+        self.core = Core(self.memory.page, self.memory.bytes, config.limits, POLICIES[config.eviction])
         self._poller = Poller()
         self.stores = Stores(self.core, stores, self._handle, self._call)
         self.sessions = Sessions(self.core, memory, self.stores, self._poller, listener, self._apply, self._report)

@@ -216,7 +216,7 @@ FAULTS: Final = (
     ),
     Fault(
         "going to a log alone is told as a removal",
-        "_evict",
+        "Catalogue.evict",
         "self.note(Kind.COOLED, row)",
         "self.note(Kind.COOLED, row)\nself.gone.append((self.indexes[self.owner[row]], self.key[row]))",
         "who watches knows what can be found",
@@ -288,7 +288,7 @@ FAULTS: Final = (
     Fault(
         "max_objects is ignored",
         "commit",
-        "catalogue.objects >= limit and not catalogue.forget_one()",
+        "catalogue.objects >= limit and not _.forget_one()",
         "False",
         "known objects are bounded",
     ),

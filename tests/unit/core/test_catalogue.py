@@ -4,7 +4,9 @@ import pytest
 from core_world import NAMESPACE, PAGE, SLOT, chain
 
 from kvhold.core.arena import Arena
-from kvhold.core.catalogue import Catalogue, Index
+from kvhold.core.catalogue import Catalogue
+from kvhold.core.eviction import Eviction
+from kvhold.core.indexes import Index
 from kvhold.core.rows import State
 
 
@@ -15,6 +17,7 @@ class Shelf:
         self.arena = Arena(PAGE)
         self.arena.grow(pages)
         self.cat = Catalogue(self.arena)
+        self.eviction = Eviction(self.cat)
         self.index = self.add_index(0, size)
 
     def add_index(self, group: int, size: int) -> Index:
@@ -26,7 +29,7 @@ class Shelf:
     def put(self, keys: list[bytes], parent: bytes = b"", index: Index | None = None) -> None:
         index = self.index if index is None else index
         for key in keys:
-            row = self.cat.take(index)
+            row = self.eviction.take(index)
             assert row is not None
             self.cat.insert(row, index, key, index.get(parent) if parent else None)
             parent = key
@@ -36,7 +39,7 @@ class Shelf:
         index = self.cat.index(b"p" * 32, size, 8, (size,), size)
         assert index is not None
         index.users = 1
-        return self.cat.take(index)
+        return self.eviction.take(index)
 
     def rows(self, keys: list[bytes]) -> list[int]:
         rows = [self.index.get(key) for key in keys]
@@ -275,7 +278,7 @@ def test_a_page_that_must_drain_goes_with_its_last_owner():
 
 def test_an_object_committed_into_a_draining_page_does_not_hold_it():
     shelf = Shelf(pages=1)
-    credit = shelf.cat.take(shelf.index)
+    credit = shelf.eviction.take(shelf.index)
     assert credit is not None
     shelf.put(chain(3))
     assert shelf.take(2 * SLOT) is None

@@ -159,11 +159,8 @@ class TestUsed:
         engine.prepare(op=1, used=[(0, keys)])
         index = world.core.catalogue.find(NAMESPACE, 0)
         assert index is not None
-        order, row = [], world.core.catalogue.older[index.recency.head]
-        while row != index.recency.head:
-            order.append(world.core.catalogue.key[row])
-            row = world.core.catalogue.older[row]
-        assert order == keys
+        catalogue = world.core.catalogue
+        assert [catalogue.key[row] for row in catalogue.recency.rows_of(index.recency)] == keys[::-1]
 
     @pytest.mark.parametrize("parts", [[b"unknown."], []], ids=["missing", "empty"])
     def test_it_counts_whatever_becomes_of_the_rest(self, parts: list[bytes]):
@@ -208,7 +205,7 @@ class TestUsed:
         world.open_log(chain(1, "cold"))
         engine = world.engine(slots=2)
         engine.store(chain(4))
-        clock = world.core.catalogue.recency._clock
+        clock = world.core.catalogue.recency.clock.count
         told = engine.prepare((0, chain(1, "cold")), op=1, used=[(0, chain(4))])
         assert ev.Waiting in map(type, told)
         index = world.core.catalogue.find(NAMESPACE, 0)

@@ -77,13 +77,13 @@ class TestWhatARefusalMeans:
         catalogue = world.core.catalogue
         world.engine(slots=0)
         index = catalogue.find(NAMESPACE, 0)
-        row = catalogue.take(index)
+        row = world.core.common.eviction.take(index)
         catalogue.free(row)
         free = world.core.accounts()
         catalogue.free(row)
         assert world.core.counters["forbidden_moves"] == 1
         assert world.core.accounts() == free
-        rows = [catalogue.take(index) for _ in range(3)]
+        rows = [world.core.common.eviction.take(index) for _ in range(3)]
         assert len(set(rows)) == 3
         assert len({catalogue.offset[row] for row in rows}) == 3
 

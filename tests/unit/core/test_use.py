@@ -4,7 +4,7 @@ import pytest
 from core_world import NAMESPACE, SLOT, World, chain
 
 from kvhold.core import events as ev
-from kvhold.core.catalogue import Index
+from kvhold.core.indexes import Index
 from kvhold.core.limits import SECOND
 from kvhold.core.log import events as lev
 from kvhold.core.log.device import ERRORS, WRITE_PATIENCE

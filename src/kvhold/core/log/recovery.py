@@ -1,8 +1,8 @@
 """What a log was found to have when it was opened."""
 
 from kvhold.core.arena import slot_bytes
-from kvhold.core.catalogue import Index
 from kvhold.core.common import Common
+from kvhold.core.indexes import Index
 from kvhold.core.log.device import Device
 from kvhold.core.log.events import Recovered, Segments
 from kvhold.core.log.segments import pack, table_bytes, unpack

@@ -27,7 +27,7 @@ def make_keeper(half: Half, engine: str, settings: Settings, reads: bool) -> Kee
     if settings.socket is not None:
         return Keeper(half, [Path(settings.socket)], None, reads)
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
-    embedded = Embedded(own_sockets(engine), dram, settings.huge_pages, settings.ssd)
+    embedded = Embedded(own_sockets(engine), dram, settings.huge_pages, settings.ssd, settings.eviction or "lru")
     # The scheduler speaks for all of an engine's halves: what each of them finds is the same.
     preferred = None if reads else partial(_say_what_is_ignored, own_settings(settings))
     return Keeper(half, sockets(), embedded, reads, preferred)

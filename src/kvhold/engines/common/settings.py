@@ -1,7 +1,7 @@
 """What a user may set about an engine's half of the cache, and what is refused."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ _WRITTEN = {
     "dram": 'a size like "64GiB"',
     "huge_pages": "true or false",
     "ssd": 'a directory and a size like "/var/cache/kvhold:500GiB"',
+    "eviction": '"lru" or "2q"',
     "epoch": 'a text like "step-1200"',
     "weights_id": 'a text like "llama-3-70b-instruct@5c1b"',
     "save_decode_cache": "true or false",
@@ -35,6 +36,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Back the engine's own manager's arena with huge pages, which must be there."""
     ssd: str | None = None
     """A directory of the engine's own manager and its size, e.g. ``/var/cache/kvhold:500GiB``; outlives restarts."""
+    eviction: Literal["lru", "2q"] | None = None
+    """Which objects the engine's own manager evicts first: ``lru`` (the default) those used longest ago, ``2q`` of
+    those that were used once, as long as they are half."""
     epoch: str | None = None
     """Whatever stands for the weights' age where their files do not, e.g. ``step-1200``: engines share within one."""
     weights_id: str | None = None
@@ -52,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def own_settings(settings: Settings) -> list[str]:
     """Those that were set of the ones for the engine's own manager."""
-    return [name for name in ("dram", "huge_pages", "ssd") if getattr(settings, name)]
+    return [name for name in ("dram", "huge_pages", "ssd", "eviction") if getattr(settings, name)]
 
 
 def load_settings(given: dict[str, Any], where: str) -> Settings:
@@ -98,8 +102,8 @@ def _check_named(socket: str, settings: Settings) -> None:
         raise _wrong("socket", socket, f", which is {error}") from None
     if own_settings(settings):
         raise ValueError(
-            "kvhold: settings 'dram', 'huge_pages' and 'ssd' are for the engine's own manager and cannot go with "
-            f"'socket' ({socket!r}); give them to `kvhold serve` instead"
+            "kvhold: settings 'dram', 'huge_pages', 'ssd' and 'eviction' are for the engine's own manager and cannot "
+            f"go with 'socket' ({socket!r}); give them to `kvhold serve` instead"
         )
 
 
