@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fake_disks import FakeDisk, Flying, Name
+from second_backing import StoreBacking, StoreOpened
 
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.backing import PLACE_BITS
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.eviction import POLICIES, Policy
@@ -140,6 +142,10 @@ class World:
             self.handle(lev.Segments(log, ((0, 1, 0),)))
             self.handle(lev.Recovered(log, 0, found))
         self.handle(lev.LogReady(log))
+
+    def open_store(self, number: int = 8) -> None:
+        """A store that finds objects by their name."""
+        self.handle(StoreOpened(number))
 
     def flying(self, kind: type[Flying]) -> list[Flying]:
         """I/Os of a kind that are not answered, in order."""
@@ -390,7 +396,7 @@ def audit(core: Core) -> None:
     assert sum(index.read for index in cat.indexes.values()) <= core.counters["keys_read"]
     assert all(not cat.key[row] for row in rows if row not in objects), "a key outlives its object"
     assert cat.cold == sum(cat.state[row] == State.COLD for row in rows)
-    assert cat.backed == sum(cat.place[row] != 0 for row in objects)
+    assert cat.backed == sum(cat.kept(row) for row in objects)
     for namespace in cat.namespaces.values():
         assert namespace.used == sum(index.slots * index.size for index in namespace.indexes.values())
     assert {id(n) for n in cat.namespaces.values()} == {id(index.namespace) for index in cat.indexes.values()}
@@ -461,10 +467,14 @@ def audit(core: Core) -> None:
 
     # Logs: places are distinct and in segments that are there, and what is live, read and under way adds up.
     storage = core.storage
+    loading = {row for row in rows if cat.state[row] == State.LOADING}
+    assert set(storage.reading._tried) <= loading
+    assert loading <= storage.reading.queued.keys() | storage.reading._reading.keys()
     placed = [row for row in rows if cat.place[row]]
     assert set(placed) <= objects
     assert len({cat.place[row] for row in placed}) == len(placed)
-    assert all(cat.place[row] for row in rows if cat.state[row] in (State.COLD, State.LOADING))
+    assert all(cat.kept(row) for row in rows if cat.state[row] in (State.COLD, State.LOADING))
+    assert not any(cat.there[row] for row in rows if row not in objects)
     live: Counter[tuple[int, int]] = Counter()
     for row in placed:
         log, segment, at = segment_of(core, row)
@@ -474,20 +484,28 @@ def audit(core: Core) -> None:
         live[log.number, segment.number] += HEADER + cat.size[row]
     reading: Counter[tuple[int, int]] = Counter()
     for row in storage.reading.queued:
-        if cat.state[row] == State.LOADING:
+        if cat.state[row] == State.LOADING and cat.place[row] == storage.reading.queued[row]:
             log, segment, _ = segment_of(core, row)
             reading[log.number, segment.number] += 1
     for io in storage.ios.values():
-        segment = io.backing.device.reading[io.number] if io.kind == "read" else io.segment  # type: ignore[attr-defined]
-        if io.kind in ("read", "seal"):
+        if isinstance(io.backing, LogBacking) and io.kind in ("read", "seal"):
+            segment = io.backing.device.reading[io.number] if io.kind == "read" else io.segment  # type: ignore[attr-defined]
             reading[io.backing.number, segment.number] += len(io.rows) or 1
     assert storage.reading.bytes == sum(io.bytes for io in storage.ios.values() if io.kind == "read")
     for number, backing in storage.backings.items():
+        assert backing.number == number
+        if isinstance(backing, StoreBacking):
+            assert backing.objects == sum(bool(cat.there[row] & backing.bit) for row in objects)
+            writes = [io for io in storage.ios.values() if io.kind == "write" and io.backing is backing]
+            assert sorted(backing.writing) == sorted(row for io in writes for row in io.rows)
+            waiting = [row for row, place in storage.reading.queued.items() if place >> PLACE_BITS == number]
+            assert backing.expected == {row for row in waiting if cat.state[row] == State.LOADING}
+            continue
         assert isinstance(backing, LogBacking)
         device = backing.device
         reads = [io.number for io in storage.ios.values() if io.kind == "read" and io.backing is backing]
         assert sorted(device.reading) == sorted(device.reads._begun) == sorted(reads)
-        waiting = [row for row, source in storage.reading.queued.items() if source is backing]
+        waiting = [row for row, place in storage.reading.queued.items() if place >> PLACE_BITS == number]
         assert device.expected.keys() == {row for row in waiting if cat.state[row] == State.LOADING}
         assert device.log.number == number
         log = device.log

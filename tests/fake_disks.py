@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from kvhold.core import events as ev
 from kvhold.core.arena import align
 from kvhold.core.log import events as lev
-from kvhold.core.log.events import Stored, ToLog
+from kvhold.core.log.events import Stored
 from kvhold.core.log.segments import HEADER
 
 Name = tuple[bytes, int, bytes]
-Flying = lev.Write | lev.Read | lev.Reuse | lev.Seal | lev.Sync | lev.Forget
+Flying = lev.Write | lev.Read | lev.Reuse | lev.Seal | lev.Sync | lev.Forget | ev.Write | ev.Read | ev.Forget
 
 
 def name_of(stored: Stored) -> Name:
@@ -46,6 +46,8 @@ class FakeDisk:
         self.flying: dict[int, Flying] = {}
         self.cancelled: set[int] = set()
         self.answered: list[int] = []
+        self.stores: dict[int, set[Name]] = {}  # what is in each store that finds objects by their name
+        self._kept: dict[int, set[Name]] = {}  # of what is being written there, by I/O, what is not to be forgotten
         self.partial = False  # only old records are being forgotten
         self._used: set[int] = set()
         self._seqs: dict[int, int] = {}
@@ -65,20 +67,20 @@ class FakeDisk:
     def extents(self) -> Iterator[tuple[int, int]]:
         """(offset, size) of all slots that an I/O may touch."""
         for io in self.flying.values():
-            if isinstance(io, lev.Read | lev.Write):
+            if isinstance(io, ev.Read | ev.Write):
                 yield from ((stored.offset, size_of(stored)) for stored in io.objects)
 
     def reads(self, name: Name) -> bool:
         """Whether this object is on its way."""
-        reads = [io for io in self.flying.values() if isinstance(io, lev.Read)]
+        reads = [io for io in self.flying.values() if isinstance(io, ev.Read)]
         return any(name_of(stored) == name for io in reads for stored in io.objects)
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def take(self, effect: ToLog) -> None:
+    def take(self, effect: ev.ToBacking) -> None:
         if isinstance(effect, ev.Cancel):
             read = self.flying[effect.io]
-            assert isinstance(read, lev.Read), "only reads are cancelled"
+            assert isinstance(read, ev.Read), "only reads are cancelled"
             assert read.backing == effect.backing
             assert effect.io not in self.cancelled
             self.cancelled.add(effect.io)
@@ -100,7 +102,46 @@ class FakeDisk:
                 life.sealed = True
             case lev.Forget():
                 self._take_forget(effect)
+            case ev.Write() | ev.Read() | ev.Forget():
+                self._store_takes(effect)
         self.flying[effect.io] = effect
+
+    def _store_takes(self, effect: ev.Write | ev.Read | ev.Forget) -> None:
+        """What is to be forgotten is, at once: of what it was handed before, too."""
+        there = self.stores.setdefault(effect.backing, set())
+        if isinstance(effect, ev.Read):
+            assert len({name_of(stored) for stored in effect.objects}) == len(effect.objects) > 0
+            for stored in effect.objects:
+                self.arena.pop(stored.offset, None)
+        elif isinstance(effect, ev.Write):
+            assert effect.objects
+            assert all(self.arena[stored.offset] == name_of(stored) for stored in effect.objects)
+            self._kept[effect.io] = {name_of(stored) for stored in effect.objects}
+        else:
+            for names in (
+                there,
+                *(kept for io, kept in self._kept.items() if self.flying[io].backing == effect.backing),
+            ):
+                whole = {name for name in names if effect.namespace in (b"", name[0])}
+                names -= whole | set(effect.names)
+
+    def _store_ends(self, io: ev.Write | ev.Read | ev.Forget, failing: Iterable[int]) -> ev.Done:
+        there = self.stores[io.backing]
+        if isinstance(io, ev.Forget):
+            return ev.Done(io.io, (0,) if set(failing) else ())
+        failed = {position % len(io.objects) for position in failing}
+        kept = self._kept.pop(io.io, set())
+        for position, stored in enumerate(io.objects):
+            name = name_of(stored)
+            if isinstance(io, ev.Write):
+                assert self.arena[stored.offset] == name, "a slot is not written while it is read"
+                there |= {name} & kept if position not in failed else set()
+            elif position in failed or name not in there:
+                failed.add(position)
+                there.discard(name)
+            else:
+                self.arena[stored.offset] = name
+        return ev.Done(io.io, tuple(sorted(failed)))
 
     def _take_write(self, effect: lev.Write) -> None:
         writes = [io for io in self.flying.values() if isinstance(io, lev.Write) and io.backing == effect.backing]
@@ -160,6 +201,8 @@ class FakeDisk:
         io = self.flying.pop(number)
         self.answered.append(number)
         self.cancelled.discard(number)
+        if type(io) in (ev.Write, ev.Read, ev.Forget):
+            return self._store_ends(io, failing)
         if not isinstance(io, lev.Write | lev.Read):
             failed = (0,) if set(failing) else ()
             if isinstance(io, lev.Reuse) and not failed:

@@ -12,6 +12,7 @@ from typing import Any
 
 from core_world import Slot, audit, known, offsets_of, pack, segment_of, slots_of
 from fake_disks import FakeDisk, Name
+from second_backing import StoreBacking, StoreOpened
 
 from kvhold.core import Core
 from kvhold.core import events as ev
@@ -31,6 +32,7 @@ NAMESPACES = (b"A", b"B")
 """By space number. A holds the chain of A0 and A1, B holds B0."""
 NAMES: dict[bytes, Name] = {A0: (b"A", 0, A0), A1: (b"A", 0, A1), B0: (b"B", 0, B0)}
 OP = 7
+STORE = 8
 MOST_REVISIONS = 2
 MOST_GENERATIONS = 2
 
@@ -49,6 +51,8 @@ class Setting:
     segments: int = 0
     records: int = 1
     """Records that a segment has room for."""
+    store: bool = False
+    """There is a store that finds objects by their name."""
     found: tuple[bytes, ...] = ()
     """What the log has at the start: one object to a segment."""
     present: bool = True
@@ -133,6 +137,8 @@ class SmallWorld:
         self._tell(ev.Populated(setting.pages))
         if setting.segments:
             self._open_log()
+        if setting.store:
+            self._tell(StoreOpened(STORE))
         if setting.present:
             for engine in (0, 1):
                 self.apply(("join", engine, Role.SCHEDULER))
@@ -215,7 +221,7 @@ class SmallWorld:
                     yield "tick", engine
         for io, effect in self.disk.flying.items():
             yield "done", io, ()
-            if not isinstance(effect, lev.Forget):
+            if not isinstance(effect, ev.Forget):
                 yield "done", io, (0,)
         if self.disk.answered:
             yield ("done again",)
@@ -571,11 +577,11 @@ class SmallWorld:
                         assert (effect.revision, asked.phase) == (asked.revision, Phase.ANSWERED), "it was in use"
                         assert effect.session not in self.behind, "its owner was not heard"
                         self._asker(effect).asked = None
-                case lev.Write() | lev.Read() | lev.Reuse() | lev.Seal() | lev.Forget():
+                case ev.Write() | ev.Read() | ev.Forget() | lev.Reuse() | lev.Seal():
                     self.disk.take(effect)
                 case ev.Cancel():
                     read = self.disk.flying[effect.io]
-                    assert isinstance(read, lev.Read)
+                    assert isinstance(read, ev.Read)
                     slots = self.slots()
                     holds = [self.core.catalogue.leases[slots[stored.offset]] for stored in read.objects]
                     assert set(holds) == {1}, "somebody else waits for it"
@@ -706,7 +712,7 @@ class SmallWorld:
                 break
             self._done(min(self.disk.flying), ())
             self.run()
-        assert not any(isinstance(io, lev.Read) for io in self.disk.flying.values()), "reads without end"
+        assert not any(isinstance(io, ev.Read) for io in self.disk.flying.values()), "reads without end"
         for owner in self.owners:
             asked = owner.asked
             assert owner.broken or asked is None or asked.phase >= Phase.ANSWERED, "a question was never answered"
@@ -745,9 +751,11 @@ class SmallWorld:
 
 
 def log_io(io: Io) -> LogIo:
-    """An I/O with its segment, which is the log's to know of a read."""
+    """An I/O with its segment, which is the log's to know of a read; one of a store has none."""
     if isinstance(io, LogIo):
         return io
+    if isinstance(io.backing, StoreBacking):
+        return LogIo(0, io.backing, io.kind)
     return LogIo(0, io.backing, io.kind, segment=io.backing.device.reading[io.number])  # type: ignore[attr-defined]
 
 
@@ -857,6 +865,7 @@ class Canon:
                     catalogue.leases[row],
                     catalogue.owner[row] and catalogue.indexes[catalogue.owner[row]].namespace.name,
                     catalogue.place[row],
+                    catalogue.there[row],
                     self.follower(row),
                     content.get(catalogue.offset[row]) if slot else None,
                 )
@@ -917,14 +926,23 @@ class Canon:
 
     def storage(self) -> list[Any]:
         storage = self.core.storage
-        told: list[Any] = [self.named(storage.reading.queued), storage.reading.bytes]
+        reading = storage.reading
+        told: list[Any] = [self.named(reading.queued), list(reading.queued.values()), reading.bytes]
+        told.append(sorted((repr(self.name(row)), tried) for row, tried in reading._tried.items()))
         for io in storage.ios.values():
-            device = io.backing.device  # type: ignore[attr-defined]
             own = log_io(io)
-            where = own.segment and (own.segment.number, own.segment.seq - device.log.seq)
+            where: Any = io.backing.number
+            if own.segment is not None:
+                where = own.segment.number, own.segment.seq - io.backing.device.log.seq  # type: ignore[attr-defined]
             dirty = [self.dirty(one) for one in own.dirty]
             told.append((io.kind, where, self.named(io.rows), own.places, dirty, io.bytes, io.cancelled))
         for backing in storage.backings.values():
+            if isinstance(backing, StoreBacking):
+                epoch = self.catalogue.epoch
+                told.append([self.name(one.row) if epoch[one.row] == one.epoch else None for one in backing.queue])
+                told.append([(self.name(row), backing._begun - number) for row, number in backing.writing.items()])
+                told.append(self.left(backing.reads))
+                continue
             device = backing.device  # type: ignore[attr-defined]
             log, now = device.log, self.world.now
             told.append([self.dirty(one) for one in device.queue])
@@ -968,4 +986,5 @@ class Canon:
         flying = [(type(io).__name__, number in disk.cancelled) for number, io in disk.flying.items()]
         forgotten = [(log, seq - newest, at) for log, (seq, at) in disk._forgotten.items()]
         forgets = [(io.seq - newest, io.at) for io in disk.flying.values() if isinstance(io, lev.Forget)]
-        return [lives, flying, forgotten, forgets, bool(disk.answered)]
+        stores = [sorted(names) for names in disk.stores.values()], [sorted(names) for names in disk._kept.values()]
+        return [lives, flying, forgotten, forgets, stores, bool(disk.answered)]

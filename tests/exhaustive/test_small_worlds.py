@@ -13,7 +13,7 @@ import kvhold.core.lru
 import kvhold.core.placement
 
 SECONDS = float(os.environ.get("KVHOLD_SEARCH_SECONDS", "1.2"))
-"""For each search, of which there are twelve; the least depth is searched however long it takes."""
+"""For each search, of which there are sixteen; the least depth is searched however long it takes."""
 
 GENEROUS = replace(LIMITS, prepared_share=1.0, engine_share=1.0)
 
@@ -28,6 +28,9 @@ SETTINGS = {
         Setting("log", pages=1, page=2, wants=(0, 0), segments=3, found=(A0, A1, B0), deaths=False, limits=GENEROUS),
         # One publishes through a log whose segments take one record each.
         Setting("writes", pages=1, page=3, wants=(1, 0), segments=2, stored=(A0,), deaths=False),
+        # The same through a store that finds objects by their name, and through both: what one loses the other has.
+        Setting("store", pages=1, page=3, wants=(1, 0), store=True, stored=(A0,), deaths=False),
+        Setting("both", pages=1, page=3, wants=(1, 0), segments=2, store=True, stored=(A0,), deaths=False),
         # Each engine has a namespace that nobody else comes to know, and closes and opens it as it goes.
         Setting("private", pages=1, page=3, wants=(1, 1), stored=(A0, A1), private=True),
         # Engines come and go, from the first one on.

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from manager_process import all_written
 from peers import Engine, keys_of, status, until
+from second_backing import StoreOpened
 
 from kvhold import protocol as wire
 from kvhold.core import events as ev
@@ -40,27 +41,22 @@ def text_of(key: int) -> str:
     return f"object {key:08} " * (SHARD // 16)
 
 
-class SlowDisk:
+class SlowStore:
     """Answers from a thread of its own, a few I/Os at a time in any order; ``luck`` decides what fails."""
 
     def __init__(self, arena: memoryview, luck: random.Random) -> None:
-        self.records: dict[tuple[int, int, int], tuple[tuple[bytes, int, bytes], bytes]] = {}
-        self.lives: dict[int, int] = {}
         self.submitted = 0
         self.answered = 0
         self._arena = arena
         self._luck = luck
-        self._waiting: list[lev.ToLog] = []
+        self._waiting: list[ev.ToBacking] = []
         self._changed = threading.Condition()
         self._closing = False
 
-    def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
-        tell(lev.LogOpened(log, SEGMENTS, SEGMENT))
-        tell(lev.Segments(log, ()))
-        tell(lev.LogReady(log))
+    def start(self, number: int, tell: Callable[[ev.Event], None]) -> None:
         threading.Thread(target=self._run, args=(tell,), daemon=True).start()
 
-    def submit(self, effect: lev.ToLog) -> None:
+    def submit(self, effect: ev.ToBacking) -> None:
         with self._changed:
             if not isinstance(effect, ev.Cancel):
                 self.submitted += 1
@@ -81,9 +77,9 @@ class SlowDisk:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 if self._closing:
                     return
-                # Writes and what concerns segments stay in order; reads overtake as they like.
-                reads = [io for io in self._waiting if isinstance(io, lev.Read)]
-                others = [io for io in self._waiting if not isinstance(io, lev.Read)]
+                # Writes and what concerns places stay in order; reads overtake as they like.
+                reads = [io for io in self._waiting if isinstance(io, ev.Read)]
+                others = [io for io in self._waiting if not isinstance(io, ev.Read)]
                 io = self._luck.choice(reads + others[:1])
                 self._waiting.remove(io)
             done = self._carry_out(io)
@@ -92,24 +88,47 @@ class SlowDisk:
             if self._luck.random() < 0.1:
                 tell(done)  # a second answer means nothing
 
-    def _carry_out(self, io: lev.ToLog) -> ev.Done:
-        assert not isinstance(io, ev.Cancel)
+    def _carry_out(self, io: ev.ToBacking) -> ev.Done:
+        raise NotImplementedError
+
+    def _payload(self, stored: ev.Stored) -> bytes:
+        return bytes(self._arena[stored.offset : stored.offset + SHARD])
+
+    def _fill(self, stored: ev.Stored, payload: bytes | None) -> bool:
+        """Fill a slot, perhaps with something else; whether that went well."""
+        good = payload is not None and self._luck.random() >= 0.05
+        self._arena[stored.offset : stored.offset + SHARD] = payload if good and payload is not None else bytes(SHARD)
+        return good
+
+
+class SlowDisk(SlowStore):
+    """A log: it keeps bytes by place."""
+
+    def __init__(self, arena: memoryview, luck: random.Random) -> None:
+        super().__init__(arena, luck)
+        self.records: dict[tuple[int, int, int], tuple[tuple[bytes, int, bytes], bytes]] = {}
+        self.lives: dict[int, int] = {}
+
+    def start(self, number: int, tell: Callable[[ev.Event], None]) -> None:
+        tell(lev.LogOpened(number, SEGMENTS, SEGMENT))
+        tell(lev.Segments(number, ()))
+        tell(lev.LogReady(number))
+        super().start(number, tell)
+
+    def _carry_out(self, io: ev.ToBacking) -> ev.Done:
         failed: list[int] = []
         if isinstance(io, lev.Write):
             for position, stored in enumerate(io.objects):
                 if failed or self._luck.random() < 0.03:
                     failed.append(position)
                     continue
-                payload = bytes(self._arena[stored.offset : stored.offset + SHARD])
                 name = stored.namespace, stored.group, stored.key
-                self.records[io.segment, io.seq, stored.at] = name, payload
+                self.records[io.segment, io.seq, stored.at] = name, self._payload(stored)
         elif isinstance(io, lev.Read):
             for position, stored in enumerate(io.objects):
                 name, payload = self.records[io.segment, io.seq, stored.at]
                 assert name == (stored.namespace, stored.group, stored.key)
-                good = self._luck.random() >= 0.05
-                self._arena[stored.offset : stored.offset + SHARD] = payload if good else bytes(SHARD)
-                if not good:
+                if not self._fill(stored, payload):
                     failed.append(position)
         elif isinstance(io, lev.Reuse):
             assert io.seq > self.lives.get(io.segment, 0)
@@ -121,22 +140,63 @@ class SlowDisk:
         return ev.Done(io.io, tuple(failed))
 
 
+class SlowDictionary(SlowStore):
+    """A store that keeps bytes by name, loses some, and says of some that it could not look."""
+
+    def __init__(self, arena: memoryview, luck: random.Random) -> None:
+        super().__init__(arena, luck)
+        self.kept: dict[tuple[bytes, int, bytes], bytes] = {}
+
+    def start(self, number: int, tell: Callable[[ev.Event], None]) -> None:
+        tell(StoreOpened(number))
+        super().start(number, tell)
+
+    def _carry_out(self, io: ev.ToBacking) -> ev.Done:
+        failed: list[int] = []
+        kept = isinstance(io, ev.Read) and self._luck.random() < 0.03
+        if isinstance(io, ev.Forget):
+            gone = [name for name in self.kept if io.namespace in (b"", name[0]) or name in io.names]
+            for name in gone:
+                del self.kept[name]
+            return ev.Done(io.io)
+        assert isinstance(io, ev.Read | ev.Write)
+        for position, stored in enumerate(io.objects):
+            name = stored.namespace, stored.group, stored.key
+            if isinstance(io, ev.Write):
+                if self._luck.random() < 0.03:
+                    failed.append(position)
+                else:
+                    self.kept[name] = self._payload(stored)
+            elif kept or not self._fill(stored, self.kept.get(name)):
+                failed.append(position)
+        while self.kept and self._luck.random() < 0.1:
+            del self.kept[self._luck.choice(list(self.kept))]
+        return ev.Done(io.io, tuple(failed), kept)
+
+
+KINDS: dict[str, list[type[SlowStore]]] = {
+    "log": [SlowDisk],
+    "store": [SlowDictionary],
+    "both": [SlowDisk, SlowDictionary],
+}
+
+
 @contextmanager
-def manager(luck: random.Random) -> Iterator[tuple[Path, SlowDisk]]:
+def manager(luck: random.Random, kinds: list[type[SlowStore]]) -> Iterator[tuple[Path, list[SlowStore]]]:
     with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:
         path = Path(folder) / "kvhold.sock"
         memory = ArenaMemory(DRAM, huge_pages=False)
-        disk = SlowDisk(memory.view, luck)
+        disks = [kind(memory.view, luck) for kind in kinds]
         config = ManagerConfig(
             path, DRAM, limits=Limits(retry_ns=10_000_000, write_batch=256 << 10, read_bytes=256 << 10)
         )
         listener = Listener(path)
-        server = Server(config, listener, memory, [disk])
+        server = Server(config, listener, memory, disks)
         listener.listen()
         loop = threading.Thread(target=server.run)
         loop.start()
         try:
-            yield path, disk
+            yield path, disks
         finally:
             server.stop()
             loop.join(60)
@@ -173,10 +233,10 @@ def ask(engine: Engine, op: int, revision: int, chain: list[int], held: Held) ->
         del held[op]
 
 
-def play(seed: int, steps: int) -> dict[str, int]:
+def play(seed: int, steps: int, kinds: list[type[SlowStore]]) -> dict[str, int]:
     luck = random.Random(seed)
     chains = [[chain << 16 | position for position in range(LENGTH)] for chain in range(CHAINS)]
-    with manager(random.Random(seed + 1)) as (path, disk):
+    with manager(random.Random(seed + 1), kinds) as (path, disks):
         engines = [Engine(path, name, slots=8, shard=SHARD) for name in ("one", "two")]
         held: list[Held] = [{}, {}]
         op = 0
@@ -231,7 +291,7 @@ def play(seed: int, steps: int) -> dict[str, int]:
             return not any(held) and all_written(said)
 
         until(quiet, "all I/O is answered, and nothing is held")
-        assert disk.submitted == disk.answered
+        assert [disk.submitted for disk in disks] == [disk.answered for disk in disks]
         counters: dict[str, int] = status(path)["counters"]
         found = ("keys_asked", "keys_resident", "keys_read")
         misses = [name for name in counters if name.startswith("keys_") and name not in found]
@@ -239,10 +299,11 @@ def play(seed: int, steps: int) -> dict[str, int]:
         return counters
 
 
-def test_answers_are_right_whatever_disks_do() -> None:
+@pytest.mark.parametrize(("kinds", "seeds"), [("log", 4), ("store", 2), ("both", 2)])
+def test_answers_are_right_whatever_disks_do(kinds: str, seeds: int) -> None:
     total: Counter[str] = Counter()
-    for seed in range(4):
-        total.update(play(seed, 150))
+    for seed in range(seeds):
+        total.update(play(seed, 150, KINDS[kinds]))
     assert total["read_objects"] > 80, "hardly anything came from a disk"
     assert total["write_objects"] > 200
     assert total["read_failed"] > 0
@@ -251,4 +312,4 @@ def test_answers_are_right_whatever_disks_do() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_answers_are_right_for_long(seed: int) -> None:
-    play(seed, 600)
+    play(seed, 600, list(KINDS.values())[seed % len(KINDS)])

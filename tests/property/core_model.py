@@ -319,7 +319,8 @@ class CoreModel:
             ]
             others += granted
         for io in self.disk.flying.values():
-            if io is not but and isinstance(io, ev.Read | ev.Write):
+            copies = isinstance(io, ev.Write) and isinstance(but, ev.Write) and io.backing != but.backing
+            if io is not but and not copies and isinstance(io, ev.Read | ev.Write):
                 others += [(stored.offset, size_of(stored)) for stored in io.objects]
         for mine, size in extents:
             assert 0 <= mine <= self.core.arena.total - size

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from second_backing import StoreOpened
 
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Role
@@ -96,6 +97,7 @@ class Engines(CoreModel):
         found=st.lists(records, max_size=2),
         recovered=st.sampled_from([True, True, True, False]),
         diligence=st.sampled_from([4, 4, 1, 0]),
+        stores=st.sampled_from([0, 0, 1, 1, 2]),
     )
     def begin(
         self,
@@ -107,6 +109,7 @@ class Engines(CoreModel):
         found: list[list[tuple[int, int, int, int]]],
         recovered: bool,
         diligence: int,
+        stores: int = 0,
     ) -> None:
         """Two engines that share a namespace, and something stored; rules take it apart again."""
         self.diligence = diligence  # writes that end with each commit
@@ -115,6 +118,8 @@ class Engines(CoreModel):
         self.do(ev.Populated(pages))
         for log in range(logs):
             self.adopt(log, segments, found if log == 0 else [], geometry)
+        for store in range(logs, logs + stores):
+            self.do(StoreOpened(store))
         if recovered:
             while self.recovering or self.unready:
                 self.recover()

@@ -1,7 +1,8 @@
 """What a place besides DRAM is to the core: one protocol, and every I/O that is under way in any of them.
 
-An object's *place* is one number of 64 bits, 0 where it is in no backing. Its top bits name the backing, which alone
-reads the rest.
+An object's *place* is one number of 64 bits, never 0. Its top bits name the backing, which alone reads the rest. A
+backing that finds objects by their name needs none: it has a *bit*, and a place that is the same for all. So an object
+is in at most one backing of those that give places, and in any number of the others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,9 @@ PLACE_BITS: Final = 52
 """Bits of a place that are its backing's own."""
 READ_BATCH: Final = 8 << 20
 """Bytes of one read: enough for a device, little enough that what waits for it is not held up."""
+
+BITS: Final = 8
+"""Backings that find objects by their name."""
 
 Name = tuple[bytes, int, bytes]
 """Namespace, group and key."""
@@ -44,6 +48,8 @@ class Backing(Protocol):
     """
 
     number: int
+    bit: int
+    """Which bit of a row says that it is here; 0 if this backing gives places."""
 
     # --- what is there
 
@@ -85,7 +91,11 @@ class Backing(Protocol):
         ...
 
     def read_ended(self, io: Io, good: bool | None) -> None:
-        """A read is over; whether anything of it came, None if it was cancelled."""
+        """A read is over; whether anything of it came, None if it was cancelled.
+
+        What did not come is then read from another backing, or lost to :meth:`left`, or, where it could not be looked
+        at, as it was.
+        """
         ...
 
     # --- writing
@@ -161,6 +171,10 @@ class Backings:
         self.ios: dict[int, Io] = {}
         self.flushed: list[tuple[int, bool]] = []  # (flush, failed) since that was looked at last
         self._next_io = 1
+
+    def place_in(self, bit: int) -> int:
+        """Where a backing with this bit has an object."""
+        return next(number for number, one in self.all.items() if one.bit == bit) << PLACE_BITS | 1
 
     def of(self, place: int) -> Backing:
         """The backing of a place that is not 0."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvhold.core.arena import Arena
-from kvhold.core.backing import Backings
+from kvhold.core.backing import BITS, Backings
 from kvhold.core.indexes import Index, Indexed, Namespace
 from kvhold.core.limits import Limits, Quota
 from kvhold.core.lru import LRU
@@ -248,15 +248,18 @@ class Catalogue(Indexed):
 
         The object is COLD as before and can be found all the while, but in another row, which is returned.
         """
-        index, key, place = self.indexes[self.owner[row]], self.key[row], self.place[row]
+        index, key, places = self.indexes[self.owner[row]], self.key[row], self.places(row)
         if not self.move(row, State.DOOMED):
             return row
         self.key[row] = b""
         self.displace(row)
         index.objects -= 1
         self.objects -= 1
-        again = self.recover(index, key, place)
-        self.backings.of(place).moved(row, again)
+        again = self.recover(index, key, places[0])
+        for place in places[1:]:
+            self.put(again, place)
+        for place in places:
+            self.backings.of(place).moved(row, again)
         self.moves += 1
         self.release([row])
         return again
@@ -269,30 +272,56 @@ class Catalogue(Indexed):
 
     def written(self, row: int, place: int) -> None:
         """A leased row is in a backing, unless the object was removed meanwhile; the write lets it go."""
-        if self.state[row] == State.LEASED and not self.place[row]:
+        backing = self.backings.of(place)
+        self.note(Kind.WRITTEN, row, place)
+        self.counters["write_objects"] += 1
+        if self.state[row] == State.LEASED and not (self.there[row] & backing.bit if backing.bit else self.place[row]):
             self.put(row, place)
-            self.logged[row] = 1
+            self.logged[row] |= not backing.bit
         self.release([row])
+
+    def kept(self, row: int) -> bool:
+        """Whether any backing has the object."""
+        return bool(self.place[row] or self.there[row])
+
+    def places(self, row: int) -> list[int]:
+        """Where the object is: first, where a backing has given it a place."""
+        place, there = self.place[row], self.there[row]
+        found = [place] if place else []
+        return found + [self.backings.place_in(1 << n) for n in range(BITS) if there >> n & 1] if there else found
 
     def put(self, row: int, place: int) -> None:
         """The object is in a backing, in which it was nowhere."""
-        self.place[row] = place
-        self.backed += 1
-        self.backings.of(place).entered(row, place)
+        backing = self.backings.of(place)
+        self.backed += not self.kept(row)
+        if backing.bit:
+            self.there[row] |= backing.bit
+        else:
+            self.place[row] = place
+        backing.entered(row, place)
+
+    def withdraw(self, row: int, place: int) -> None:
+        """What one backing has of the object does not count any more."""
+        backing = self.backings.of(place)
+        backing.left(row, place)
+        if backing.bit:
+            self.there[row] &= ~backing.bit
+        else:
+            self.place[row] = 0
+        self.backed -= not self.kept(row)
 
     def displace(self, row: int) -> None:
         """What backings have of the object does not count any more."""
-        if place := self.place[row]:
-            self.backings.of(place).left(row, place)
-            self.place[row] = 0
-            self.backed -= 1
+        if self.kept(row):
+            for place in self.places(row):
+                self.withdraw(row, place)
 
     # --- giving way ---------------------------------------------------------------------------------------------
 
     def evict(self, row: int) -> None:
         """A resident object loses its slot; it stays known where a backing has it."""
         self.evicted += 1
-        if not self.place[row]:
+        if not self.kept(row):
             self.note(Kind.EVICTED, row)
             self.remove(row)
         elif self.move(row, State.COLD):

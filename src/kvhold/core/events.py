@@ -306,6 +306,16 @@ class FromBacking:
 
 
 @dataclass(slots=True, frozen=True)
+class BackingOpened(FromBacking):
+    """A backing is there, of the kind that this event is of. Nothing of it comes before. Numbers are not reused."""
+
+
+@dataclass(slots=True, frozen=True)
+class Inventory(FromBacking):
+    """Some of what a backing was found to have. There may be very many of these."""
+
+
+@dataclass(slots=True, frozen=True)
 class Done:
     """An I/O has ended, and touches no memory any more. ``failed`` are the positions of objects it failed for.
 

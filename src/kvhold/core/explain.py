@@ -117,9 +117,7 @@ def _object(common: Common, row: int, named: bool) -> list[str]:
     lines = [f"now: {NAMES[state]}, {index.size} bytes, {name}" + ("" if state == State.COLD else f", {where}")]
     if named:
         lines.append(f"     key {catalogue.key[row].hex()}")
-    if place := catalogue.place[row]:
-        lines.append(f"     in {common.backings.of(place).where(place)}")
-    return lines
+    return lines + [f"     in {common.backings.of(place).where(place)}" for place in catalogue.places(row)]
 
 
 def _holders(common: Common, row: int, lines: list[str]) -> Work:

@@ -229,7 +229,7 @@ class Operations:
                 names: list[tuple[bytes, int, bytes]] = []
                 for row in rows[start : start + ev.MAX_BATCH]:
                     # It may have been released meanwhile, and the row be another object's.
-                    same = catalogue.epoch[row] < last or self.storage.recorded_before(row, marks)
+                    same = catalogue.epoch[row] < last or self.storage.recorded(row, marks)[0]
                     if same and catalogue.key[row] and catalogue.owner[row] == part.index.id:
                         names.append((part.index.namespace.name, part.index.group, catalogue.key[row]))
                         catalogue.note(Kind.QUARANTINED, row)

@@ -1,9 +1,10 @@
-"""Which objects are written to which backings: the one policy about that."""
+"""Which backings an object is written to, and in which order it is looked for there: the one policy about that."""
 
 from array import array
 from collections.abc import Sequence
 
 from kvhold.core.common import Common
+from kvhold.core.events import Reason
 from kvhold.core.rows import State
 from kvhold.core.story import fingerprint
 
@@ -11,7 +12,11 @@ _GHOSTS = 1 << 16
 
 
 class Placement:
-    """Each object has one home among the backings, by its key, so that a restart finds it in the same one."""
+    """Each object has one home among the backings that give places, by its key: a restart finds it in the same one.
+
+    All that find objects by their name get it as well, and are read only where the home does not have it or is out of
+    service.
+    """
 
     def __init__(self, common: Common) -> None:
         self._common = common
@@ -29,8 +34,13 @@ class Placement:
             if not again:
                 self._common.counters["write_first_touch"] += 1
                 return
-        home = sorted(self._backings)[mark % len(self._backings)]
-        self._backings[home].stored(row, parent, depth)
+        homes = sorted(number for number, backing in self._backings.items() if not backing.bit)
+        if homes:
+            self._backings[homes[mark % len(homes)]].stored(row, parent, depth)
+        if len(homes) < len(self._backings):
+            for backing in self._backings.values():
+                if backing.bit:
+                    backing.stored(row, parent, depth)
 
     def touched(self, rows: Sequence[int], start: int, end: int) -> None:
         """Objects ``start`` to ``end`` of the chain ``rows`` were found; that may make them worth writing."""
@@ -44,5 +54,18 @@ class Placement:
         catalogue = self._common.catalogue
         if not self._backings or not self._common.limits.second_touch:
             return
-        if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.place[row]:
+        if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.kept(row):
             self.stored(row, parent, depth)
+
+    def source(self, row: int, tried: int = 0) -> tuple[int, Reason]:
+        """The place to read an object from, but for backings whose numbers are bits of ``tried``; or 0, and why not."""
+        reason = Reason.NOT_STORED
+        for place in self._common.catalogue.places(row):
+            backing = self._common.backings.of(place)
+            if tried >> backing.number & 1:
+                continue
+            short = backing.worth(row)
+            if not short:
+                return place, short
+            reason = short if reason is Reason.NOT_STORED else reason
+        return 0, reason

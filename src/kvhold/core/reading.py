@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvhold.core import events as ev
-from kvhold.core.backing import Backing, Io, Name
+from kvhold.core.backing import PLACE_BITS, Backing, Io, Name
 from kvhold.core.common import Common
 from kvhold.core.events import Effect, Reason
+from kvhold.core.placement import Placement
 from kvhold.core.rows import State
 from kvhold.core.story import Kind
 
@@ -14,23 +15,38 @@ from kvhold.core.story import Kind
 class Reading:
     """``arrived(rows)`` is told of (row, whether it can be read now) and says what follows from it."""
 
-    def __init__(self, common: Common, arrived: Callable[[Sequence[tuple[int, bool]]], list[Effect]]) -> None:
+    def __init__(
+        self, common: Common, placement: Placement, arrived: Callable[[Sequence[tuple[int, bool]]], list[Effect]]
+    ) -> None:
         self.bytes = 0  # under way
-        self.queued: dict[int, Backing] = {}  # rows to be read and from where, in order
+        self.queued: dict[int, int] = {}  # rows to be read and the place from which, in order
         self._common = common
+        self._placement = placement
         self._arrived = arrived
         self._reading: dict[int, Io] = {}
+        self._tried: dict[
+            int, int
+        ] = {}  # by row that is LOADING, the numbers of backings that did not give it, as bits
 
     def worth(self, row: int) -> Reason:
         """Why nobody should wait for a row that is COLD or LOADING; NONE if it is to be had."""
-        return self._common.backings.of(self._common.catalogue.place[row]).worth(row)
+        if self._common.catalogue.state[row] == State.LOADING:
+            return self._source(row).worth(row)
+        return self._placement.source(row)[1]
+
+    def _source(self, row: int) -> Backing:
+        """Whence a LOADING row is being read, or will be."""
+        io = self._reading.get(row)
+        return io.backing if io is not None else self._common.backings.of(self.queued[row])
 
     def read(self, row: int) -> None:
         """Read a row that is LOADING, when its turn comes."""
-        place = self._common.catalogue.place[row]
-        backing = self._common.backings.of(place)
-        backing.expect(row)
-        self.queued[row] = backing
+        place, _ = self._placement.source(row)
+        self._expect(row, place or self._common.catalogue.places(row)[0])
+
+    def _expect(self, row: int, place: int) -> None:
+        self._common.backings.of(place).expect(row)
+        self.queued[row] = place
         self._common.catalogue.note(Kind.LOADING, row, place)
 
     def unwanted(self, rows: Sequence[int]) -> list[Effect]:
@@ -40,7 +56,8 @@ class Reading:
             if catalogue.leases[row] != 1:
                 continue
             if row in self.queued and catalogue.state[row] == State.LOADING:
-                self.queued.pop(row).dismiss(row)
+                self._common.backings.of(self.queued.pop(row)).dismiss(row)
+                self._tried.pop(row, None)
                 catalogue.unfill(row)
             elif (io := self._reading.get(row)) and not io.cancelled and all(catalogue.leases[r] == 1 for r in io.rows):
                 io.cancelled = True
@@ -51,12 +68,18 @@ class Reading:
         common, catalogue = self._common, self._common.catalogue
         effects: list[Effect] = []
         while self.queued and self.bytes < common.limits.read_bytes:
-            row, backing = next(iter(self.queued.items()))
+            row, place = next(iter(self.queued.items()))
             if catalogue.state[row] != State.LOADING:  # it was removed while it waited
                 del self.queued[row]
+                self._tried.pop(row, None)
                 effects += self._arrived([(row, False)])
                 catalogue.release([row])
                 continue
+            backing = common.backings.of(place)
+            if backing.worth(row) and (other := self._placement.source(row, self._tried.get(row, 0))[0]):
+                backing.dismiss(row)  # it has gone out of service, and another has it as well
+                self._expect(row, other)
+                backing = common.backings.of(other)
             io = Io(0, backing, "read")
             effect = backing.read(common.backings.begin(io), self._next_of(backing))
             io.rows = list(islice(self.queued, len(effect.objects)))
@@ -71,8 +94,8 @@ class Reading:
     def _next_of(self, backing: Backing) -> Iterator[int]:
         """The first rows of the queue, as long as they are to be read from the same backing."""
         state = self._common.catalogue.state
-        for row, source in self.queued.items():
-            if source is not backing or state[row] != State.LOADING:
+        for row, place in self.queued.items():
+            if self._common.backings.all[place >> PLACE_BITS] is not backing or state[row] != State.LOADING:
                 return
             yield row
 
@@ -99,15 +122,38 @@ class Reading:
                     self.read(row)
             else:
                 counters["read_failed"] += 1
-                if kept and not doomed:
+                stays = kept and not doomed
+                if not doomed:
+                    if not kept:
+                        index = catalogue.indexes[catalogue.owner[row]]
+                        lost.append((index.namespace.name, index.group, catalogue.key[row]))
+                        stays = self._has_another(row, io.backing)
+                    if stays and self._from_another(row, io.backing):
+                        continue
                     catalogue.note(Kind.NOT_LOADED, row)
+                if stays:
                     catalogue.unread(row)
                     arrived.append((row, False))
-                    continue
-                if not doomed:
-                    index = catalogue.indexes[catalogue.owner[row]]
-                    lost.append((index.namespace.name, index.group, catalogue.key[row]))
-                    catalogue.note(Kind.NOT_LOADED, row)
-                arrived.append((row, False))
-                catalogue.spoiled(row)
+                else:
+                    arrived.append((row, False))
+                    catalogue.spoiled(row)
+            self._tried.pop(row, None)
         return self._arrived(arrived) + (io.backing.forget(lost) if lost else [])
+
+    def _has_another(self, row: int, backing: Backing) -> bool:
+        """Whether another backing has a row that this one has lost; then only that one counts."""
+        places = self._common.catalogue.places(row)
+        here = [place for place in places if self._common.backings.of(place) is backing]
+        if len(here) == len(places):
+            return False
+        for place in here:
+            self._common.catalogue.withdraw(row, place)
+        return True
+
+    def _from_another(self, row: int, backing: Backing) -> bool:
+        """Read a row that a backing did not give from one that was not tried, if there is any in service."""
+        tried = self._tried[row] = self._tried.get(row, 0) | 1 << backing.number
+        place, _ = self._placement.source(row, tried)
+        if place:
+            self._expect(row, place)
+        return bool(place)

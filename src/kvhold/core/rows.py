@@ -127,13 +127,14 @@ class Rows:
         self.counters: Counter[str] = Counter()
         self.state = bytearray()
         self.logged = bytearray()  # whether the object was in a backing since it was stored
+        self.there = bytearray()  # a bit for each backing that has it under its name
         self.leases: list[int] = []  # small integers are shared: no objects of their own, and faster than an array
         self.epoch = array("Q")  # of the slot's present use; never given twice
         self.offset = array("Q")
         self.owner = array("Q")  # index id
         self.size = array("Q")
         self.stamp = array("Q")  # recency, comparable between lists
-        self.place = array("Q")  # in a backing; 0 is nowhere
+        self.place = array("Q")  # in a backing that gives places; 0 is nowhere
         self.older = array("i")
         self.newer = array("i")
         self.before = array("i")  # in a chain: the row of what comes before; it counts where that one says so, too
@@ -148,6 +149,7 @@ class Rows:
         row = len(self.state)
         self.state.append(State.FREE)
         self.logged.append(0)
+        self.there.append(0)
         for column in (self.leases, self.epoch, self.offset, self.owner, self.size, self.stamp, self.place):
             column.append(0)
         for column in (self.older, self.newer, self.before, self.after):

@@ -274,13 +274,13 @@ class Core:
                 index = catalogue.indexes[catalogue.owner[row]]
                 if event.namespace not in (b"", index.namespace.name):
                     continue
-                covered = storage.recorded_before(row, marks)
+                covered, later = storage.recorded(row, marks)
                 # When something in DRAM was stored is only known of its record: else its last use counts.
                 slot_is_old = catalogue.epoch[row] < last and (
-                    unused is None or (covered is None and catalogue.stamp[row] <= unused)
+                    unused is None or (not covered and not later and catalogue.stamp[row] <= unused)
                 )
                 if covered or slot_is_old:
-                    if covered is False:  # written after this purge has begun
+                    if later:  # written after this purge has begun
                         names.append((index.namespace.name, index.group, catalogue.key[row]))
                     catalogue.note(Kind.PURGED, row)
                     catalogue.remove(row)

@@ -5,15 +5,19 @@ Every I/O has a number, is answered exactly once, and until then holds its rows 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 from kvhold.core import events as ev
-from kvhold.core.backing import Mark, Name
+from kvhold.core.backing import Backing, Mark, Name
 from kvhold.core.common import Common
 from kvhold.core.events import Effect
 from kvhold.core.log.backing import LogBacking
 from kvhold.core.log.events import LogOpened
 from kvhold.core.placement import Placement
 from kvhold.core.reading import Reading
+
+KINDS: Final[dict[type[ev.BackingOpened], Callable[[Common, Any], Backing]]] = {LogOpened: LogBacking}
+"""What each kind of backing begins as, by the word that there is one."""
 
 
 @dataclass(slots=True)
@@ -30,8 +34,8 @@ class Storage:
 
     def __init__(self, common: Common, arrived: Callable[[Sequence[tuple[int, bool]]], list[Effect]]) -> None:
         self.backings, self.ios = common.backings.all, common.backings.ios
-        self.reading = Reading(common, arrived)
         self.placement = Placement(common)
+        self.reading = Reading(common, self.placement, arrived)
         self._common = common
         self._flushes: dict[int, _Flush] = {}
         self._next_flush = 1
@@ -53,8 +57,8 @@ class Storage:
 
     def told(self, event: ev.FromBacking) -> None:
         """Word of one kind of backing: that there is one, or what it found."""
-        if isinstance(event, LogOpened):
-            self.backings[event.backing] = LogBacking(self._common, event)
+        if isinstance(event, ev.BackingOpened):
+            self.backings[event.backing] = KINDS[type(event)](self._common, event)
         else:
             self.backings[event.backing].told(event)
 
@@ -88,10 +92,10 @@ class Storage:
         """What was begun to be kept by ``then`` lies before these, by backing."""
         return {number: backing.mark(then) for number, backing in self.backings.items()}
 
-    def recorded_before(self, row: int, marks: dict[int, Mark]) -> bool | None:
-        """Whether an object's record lies before ``marks``; None if it has none, nor is one being written."""
+    def recorded(self, row: int, marks: dict[int, Mark]) -> tuple[bool, bool]:
+        """Whether backings have an object from before ``marks``; and whether from after, or are writing it."""
         known = [backing.recorded_before(row, marks.get(number)) for number, backing in self.backings.items()]
-        return False if False in known else True if True in known else None
+        return True in known, False in known
 
     # --- flushes ------------------------------------------------------------------------------------------------
 
@@ -128,7 +132,7 @@ class Storage:
         effects = self.reading.pump() if self.reading.queued else []
         for backing in self.backings.values():
             effects += backing.pump()
-        return effects
+        return effects + self._flushed() if self._common.backings.flushed else effects
 
     @property
     def next_deadline(self) -> int | None:

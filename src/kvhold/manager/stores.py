@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvhold.core import Core
 from kvhold.core import events as ev
-from kvhold.core.log import events as lev
 from kvhold.manager.ssd import Latecomer
 from kvhold.manager.store import Store
 
@@ -82,13 +81,13 @@ class Stores:
         self.opened[effect.backing].submit(effect)
 
     def _told(self, event: ev.Event) -> None:
-        """From a store's thread: what a log found, or that an I/O ended. Waits while too much that was found waits.
+        """From a store's thread: what a backing found, or that an I/O ended. Waits while too much that was found waits.
 
-        That a log was opened is told on the loop's own: from then on the core knows it, and it takes every purge.
+        That there is one is told on the loop's own: from then on the core knows it, and it takes every purge.
         """
-        if isinstance(event, lev.LogOpened):
+        if isinstance(event, ev.BackingOpened):
             self._handle(event)
-        elif not isinstance(event, lev.Recovered):
+        elif not isinstance(event, ev.Inventory):
             self._call(lambda: self._handle(event))
         else:
 

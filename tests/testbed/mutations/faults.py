@@ -449,6 +449,63 @@ FAULTS: Final = (
         "catalogue.spoiled(row)",
         "every question is answered",
     ),
+    # --- several backings
+    Fault(
+        "what a log gives up is lost though another backing has it",
+        "_reclaim",
+        "cold and not catalogue.there[row]",
+        "cold",
+        "an object is kept as long as any backing has it",
+    ),
+    Fault(
+        "what one backing does not give is not read from another",
+        "done",
+        "stays and self._from_another(row, io.backing)",
+        "False",
+        "what any backing has can be found",
+    ),
+    Fault(
+        "what one backing has lost is looked for there again",
+        "_has_another",
+        "_.withdraw(row, place)",
+        "",
+        "what was lost is not read again",
+    ),
+    Fault(
+        "a backing is asked again and again for what it cannot give",
+        "_from_another",
+        "1 << backing.number",
+        "0",
+        "every question is answered",
+    ),
+    Fault(
+        "what waits for a backing that is out of service waits on",
+        "pump",
+        "backing.worth(row) and (other := self._placement.source(row, self._tried.get(row, 0))[0])",
+        "(other := 0)",
+        "what any backing has can be found",
+    ),
+    Fault(
+        "a purge does not reach what finds objects by their name",
+        "purge",
+        "one.purge(namespace, marks[number])",
+        "one.purge(namespace, (0, 0) if one.bit else marks[number])",
+        "what was purged is not found again",
+    ),
+    Fault(
+        "what leaves one of two backings counts as being in none",
+        "withdraw",
+        "self.backed -= not self.kept(row)",
+        "self.backed -= 1",
+        "what is in backings adds up",
+    ),
+    Fault(
+        "an object in a store alone is not known any more",
+        "evict",
+        "self.kept(row)",
+        "self.place[row]",
+        "what any backing has can be found",
+    ),
     # --- logs
     Fault(
         "a segment is reclaimed while it is read",

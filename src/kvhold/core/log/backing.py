@@ -16,6 +16,8 @@ from kvhold.core.log.writes import Writes, record_of
 class LogBacking:
     """A :class:`~kvhold.core.backing.Backing`. A segment with readers, on their way or expected, is not given up."""
 
+    bit = 0
+
     def __init__(self, common: Common, event: LogOpened) -> None:
         self.number = event.backing
         log = Log(event.backing, event.segments, event.segment_bytes)

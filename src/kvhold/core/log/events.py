@@ -11,8 +11,8 @@ from kvhold.core import events as ev
 
 
 @dataclass(slots=True, frozen=True)
-class LogOpened(ev.FromBacking):
-    """A log of so many segments can be used once its records are recovered. Numbers are not reused.
+class LogOpened(ev.BackingOpened):
+    """A log of so many segments can be used once its records are recovered.
 
     ``newest_seq`` is at least that of any life that one of its segments had.
     """
@@ -33,7 +33,7 @@ class Segments(ev.FromBacking):
 
 
 @dataclass(slots=True, frozen=True)
-class Recovered(ev.FromBacking):
+class Recovered(ev.Inventory):
     """Records that were found in a segment: (namespace, group, key, shards, byte offset). At most a batch of them."""
 
     segment: int

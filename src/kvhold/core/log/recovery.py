@@ -54,7 +54,7 @@ def recovered(common: Common, device: Device, event: Recovered) -> None:
                 elsewhere = number != log.number or log.segments[other].seq > segment.seq
                 if elsewhere or catalogue.state[row] == State.LOADING:
                     continue
-                catalogue.displace(row)
+                catalogue.withdraw(row, known)
             catalogue.put(row, place)
         segment.rows.append(row)
         segment.tables[index.id] = table_bytes(len(shards))

@@ -171,10 +171,12 @@ class Writes:
                     continue
                 self._common.counters["reclaimed"] += 1
                 catalogue.note(Kind.RECLAIMED, row, catalogue.place[row])
-                if catalogue.state[row] == State.COLD:
+                cold = catalogue.state[row] == State.COLD
+                if cold and not catalogue.there[row]:
                     catalogue.remove(row)
-                else:
-                    catalogue.displace(row)
+                    continue
+                catalogue.withdraw(row, catalogue.place[row])
+                if not cold:
                     self._again(row, b"", 0)
             yield []
         self._device.reclaiming = False
@@ -195,8 +197,6 @@ class Writes:
             index = catalogue.indexes[catalogue.owner[row]]
             if position < good:
                 place = pack(device.log.number, segment.number, io.places[position])
-                catalogue.note(Kind.WRITTEN, row, place)
-                counters["write_objects"] += 1
                 if not io.dirty[position].again:
                     device.rewrite += (HEADER + index.size) * REWRITE_SHARE
                 catalogue.written(row, place)
