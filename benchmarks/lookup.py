@@ -18,7 +18,7 @@ from figures import goal, median, spread
 from kvhold import protocol as wire
 from kvhold.client.budget import Budget
 from kvhold.client.channel import AttachError, Channel
-from kvhold.client.control import Control, Geometry, Ticket
+from kvhold.client.control import Control, Geometry
 
 GOALS_MS = {100: 0.2, 1_000: 0.6, 10_000: 4.0}
 GAPS = {"every 1 ms": 0.001, "every 5 ms": 0.005, "after 20 ms idle": 0.02}
@@ -135,19 +135,21 @@ def main() -> None:
 def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
     """CPU milliseconds of asking again for requests that are answered and wait to be admitted, per step."""
     from kvhold.engines.common.accounts import Accounts
+    from kvhold.engines.common.groups import Group
     from kvhold.engines.common.lookups import Lookups
-    from kvhold.engines.common.questions import ChainQuestion
+    from kvhold.engines.common.questions import Questions
 
-    def ask(former: Ticket | None) -> ChainQuestion:
-        return ChainQuestion(engine.control, 1, 16, 0, 16 * len(keys), keys, former)
-
-    lookups = Lookups(engine.control, engine.budget, Accounts(), patience=lambda tokens: 10.0)
+    group = Group(0, "full attention", 16, handed=False, whole=True, window=0)
+    search: Any = SimpleNamespace()  # a chain needs none
+    questions = Questions(engine.control, (group,))
+    questions.bind(search, drops_last=False)
+    lookups = Lookups(engine.control, engine.budget, Accounts(), questions, patience=lambda tokens: 10.0)
     names = [f"request {number}" for number in range(PENDING)]
     times = []
     for step in range(220):
         begun = time.thread_time()
         engine.control.take_up()
-        found = [lookups.find(name, 0, 16 * len(keys), ask) for name in names]
+        found = [lookups.find(name, 0, 16 * len(keys), (1,), keys) for name in names]
         if step >= 20:
             times.append((time.thread_time() - begun) * 1e3)
             assert found == [16 * len(keys)] * PENDING

@@ -137,11 +137,11 @@ def check_nothing_held(llm: LLM, free_at_start: int, socket: Path | None = None)
     assert free_blocks(llm) == free_at_start
     half = scheduler_side(llm)
     assert not half.holding
-    assert not half._restores
-    assert not half._loads
-    assert not half._failed
+    assert not half.restores._under_way
+    assert not half.restores.loads
+    assert not half.restores._failed
     assert not half._lookups._by_request
-    assert not half._publishing._sources
+    assert not half._publishing._open
     if has_kv_transfer_group():  # the worker half is in this process
         assert not worker_side().copies.loads
         assert not worker_side().copies.publishes

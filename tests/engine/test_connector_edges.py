@@ -35,6 +35,7 @@ from kvhold.client.control import Control, Geometry, Slots, Ticket
 from kvhold.copy.job import Job
 from kvhold.engines.common import spaces
 from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.lookups import Lookups
@@ -48,7 +49,7 @@ from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.publishing import Publishing
 from kvhold.engines.vllm.reach import Reach
-from kvhold.engines.vllm.scheduler import SchedulerHalf
+from kvhold.engines.vllm.restores import Restores
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.protocol import Hello
 
@@ -99,14 +100,14 @@ class Asking:
         )
         self.hit, self.fails = hit, fails
         self.accounts = Accounts()
-        self.lookups = Lookups(self.control, Budget(0.0), self.accounts, patience=lambda tokens: 1.0)
+        self.lookups = Lookups(self.control, Budget(0.0), self.accounts, self, patience=lambda tokens: 1.0)
 
-    def ask(self, former: Ticket | None) -> Any:
+    def ask(self, *_: Any) -> Any:
         self.asked += 1
         return Answer(self.asked, self.hit, self.fails)
 
     def find(self, request: str = "r", local: int = 0, limit: int = 96) -> int | None:
-        return self.lookups.find(request, local, limit, self.ask)
+        return self.lookups.find(request, local, limit, (), ())
 
 
 def test_a_request_asks_once_until_what_it_asks_about_changes() -> None:
@@ -267,7 +268,7 @@ def test_with_context_parallel_ranks_a_block_covers_the_tokens_of_all() -> None:
 
 def test_a_restore_must_fill_just_the_blocks_that_the_engine_gave() -> None:
     """A missing destination would leave a block with another request's data; the engine's null block takes nothing."""
-    half = object.__new__(SchedulerHalf)
+    half = object.__new__(Restores)
     half._groups = (FULL, STATES)
     parts = [Part(0, range(1, 4), array("Q", range(3))), Part(1, (3,), array("Q", [9]))]
     assert half._covers(parts, ([7, 8, 9, 10, 11], [0, 0, 0, 5]), 16, 64)
@@ -302,9 +303,11 @@ class Storing:
             give_back=lambda space, taken: self.told.append(("back", space, len(taken))),
         )
         spaces = tuple(range(len(groups)))
-        self.publishing = Publishing(
-            self.control, Accounts(), decode, lambda _: spaces, lambda _: stored, lambda *_: True, None
-        )
+        self.accounts = Accounts()
+        self.batches = Batches(self.control, self.accounts, SimpleNamespace(sure=lambda *_: True))  # type: ignore
+        scope: Any = SimpleNamespace(of=lambda _: spaces)
+        lookups: Any = SimpleNamespace(stored=lambda _: stored)
+        self.publishing = Publishing(self.control, self.batches, scope, lookups, None, decode, True)
         self.blocks = [Block(number) for number in range(1000)]
         for block in self.blocks:
             block.block_hash = b"%d" % block
@@ -364,8 +367,12 @@ class Storing:
         request.num_computed_tokens += tokens
         return plans
 
+    @property
+    def holding(self) -> bool:
+        return self.batches.holding or self.publishing.awaiting
+
     def end(self, batch: int, *ranks: int, size: int = 4096) -> None:
-        self.publishing.ended(CopyReport({batch: dict.fromkeys(ranks, size)}), self.expected)
+        self.batches.ended(CopyReport({batch: dict.fromkeys(ranks, size)}), self.expected)
 
 
 def _slots(count: int) -> Slots:
@@ -398,7 +405,7 @@ def test_what_a_request_leaves_for_want_of_slots_is_stored_as_far_as_it_is_still
     request.num_computed_tokens, request.num_tokens = 96, 97
     storing.publishing.finish(request, (range(10, 16),))
     storing.publishing.forget("r")
-    assert storing.publishing.holding
+    assert storing.holding
     other = storing.request("other", first=100)
     assert storing.step(other, 1, []) == [], "there are no slots yet"
     storing.control.credit[0] = _slots(1)
@@ -411,7 +418,7 @@ def test_what_a_request_leaves_for_want_of_slots_is_stored_as_far_as_it_is_still
     storing.end(3, 0, 1)
     if not group.whole:
         storing.end(4, 0, 1)
-    assert not storing.publishing.holding
+    assert not storing.holding
     assert len(storing.freed) == len(storing.touched), "nothing is held for it"
 
 
@@ -424,7 +431,7 @@ def test_what_a_request_leaves_is_not_waited_for_in_vain(why: str, monkeypatch: 
     storing.publishing.finish(request, (range(10, 16),))
     storing.publishing.forget("r")
     storing.control.credit[0] = _slots(9)
-    assert storing.publishing.holding
+    assert storing.holding
     match why:
         case "time":
             monkeypatch.setattr(tails, "TAIL_SECONDS", -1.0)
@@ -434,9 +441,9 @@ def test_what_a_request_leaves_is_not_waited_for_in_vain(why: str, monkeypatch: 
             storing.control.silent = True
         case "reset":
             storing.publishing.forget_all()
-    assert storing.publishing.holding is (why == "silence"), "the engine steps no longer than that"
+    assert storing.holding is (why == "silence"), "the engine steps no longer than that"
     assert storing.step(storing.request("other", first=100), 1, []) == []
-    assert not storing.publishing.holding
+    assert not storing.holding
 
 
 def test_a_block_that_was_evicted_meanwhile_is_stored_again() -> None:
@@ -546,7 +553,7 @@ def test_a_state_of_a_request_that_ends_or_is_preempted_or_unknown_is_not_stored
             storing.publishing.forget("r")
         what: Any = {} if ending == "unknown" else {ending: True}
         assert storing.step(request, 0, range(1, 7), [0, 0, 62, 0, 0, 0], handed=[(1, 62, 48)], **what) == [], ending
-    assert blocks(storing.publishing.take_late()) == []
+    assert blocks(storing.batches.take_late()) == []
 
 
 def test_at_a_requests_end_its_state_is_stored_with_the_block_it_stands_in() -> None:
@@ -556,11 +563,11 @@ def test_at_a_requests_end_its_state_is_stored_with_the_block_it_stands_in() -> 
     storing.touched.clear()
     storing.publishing.finish(request, ([5, 6], [0, 0, 0, 0, 0, 61]), [(1, 61, 96)])
     assert storing.touched == [61, 6], "held at once"
-    assert storing.publishing.holding
+    assert storing.holding
     storing.publishing.forget("r")
-    late = storing.publishing.take_late()
+    late = storing.batches.take_late()
     assert blocks(late) == [(1, [61]), (0, [6])]
-    assert storing.publishing.take_late() == []
+    assert storing.batches.take_late() == []
     for plan in late:
         storing.end(plan.batch, 0, 1)
     assert storing.told == [("commit", 1, 5, keys(6)[5]), ("commit", 0, 1, keys(6)[5])]
@@ -577,7 +584,7 @@ def test_a_tail_that_cannot_be_right_is_not_stored(handed: tuple[int, int, int],
     storing.step(request, 96, [5, 6], [0] * 6)
     request.num_in_flight_tokens = in_flight
     storing.publishing.finish(request, ([5, 6], [0] * 6), [handed])
-    assert storing.publishing.take_late() == []
+    assert storing.batches.take_late() == []
 
 
 def test_what_another_connector_still_loads_is_not_stored() -> None:
@@ -585,7 +592,7 @@ def test_what_another_connector_still_loads_is_not_stored() -> None:
     request = storing.request()
     request.num_computed_tokens = 64  # what is loaded counts as computed from its admission on
     storing.publishing.finish(request, ([1, 2, 3, 4],))
-    assert storing.publishing.take_late() == []
+    assert storing.batches.take_late() == []
 
 
 def test_a_session_whose_prompt_grows_stores_each_block_once() -> None:
@@ -603,10 +610,10 @@ def test_a_session_whose_prompt_grows_stores_each_block_once() -> None:
 def test_what_rests_on_another_connectors_failed_load_is_not_stored() -> None:
     storing = Storing(FULL)
     [plan] = storing.step(storing.request(), 64, range(1, 5))
-    storing.publishing.distrust()
+    storing.batches.distrust()
     storing.end(plan.batch, 0, 1)
     assert storing.told == [("back", 0, 4)]
-    assert not storing.publishing.holding
+    assert not storing.holding
 
 
 def test_blocks_are_let_go_once_from_the_tail_when_all_ranks_are_done() -> None:
@@ -647,7 +654,7 @@ def test_copies_end_in_any_order_and_one_that_failed_spoils_no_other() -> None:
     storing.end(first.batch, 1, 0)
     assert storing.freed == [6, 5, 4, 3, 2, 1]
     assert storing.told == [("commit", 0, 0, *keys(2, 90)), ("back", 0, 2), ("commit", 0, 0, *keys(2))]
-    assert not storing.publishing.holding
+    assert not storing.holding
 
 
 def test_what_failed_is_stored_by_who_computes_it_next() -> None:
@@ -659,16 +666,16 @@ def test_what_failed_is_stored_by_who_computes_it_next() -> None:
 
 
 def test_a_copy_that_does_not_end_is_reported_once_and_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvhold.engines.vllm import publishing
+    from kvhold.engines.common import batches
 
     storing = Storing(FULL)
     request = storing.request(prompt=160)
     [plan] = storing.step(request, 32, [1, 2])
-    monkeypatch.setattr(publishing, "STALL_SECONDS", -1)
+    monkeypatch.setattr(batches, "STALL_SECONDS", -1)
     for _ in range(3):
         storing.step(request, 0, [1, 2])
-    assert storing.publishing._accounts.data["publishes_stalled"] == 1
-    assert (storing.freed, storing.publishing.holding) == ([], True)
+    assert storing.accounts.data["publishes_stalled"] == 1
+    assert (storing.freed, storing.holding) == ([], True)
     storing.end(plan.batch, 0, 1)
     assert storing.freed == [2, 1]
 

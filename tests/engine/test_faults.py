@@ -286,7 +286,7 @@ def test_an_error_of_ours_never_reaches_the_engine(
         assert generate(llm, PROMPTS) == expected
         settle(llm)
         assert free_blocks(llm) == free
-        assert not scheduler_side(llm)._restores
+        assert not scheduler_side(llm).restores._under_way
 
 
 def _resolve(half: str, method: str) -> Any:

@@ -593,8 +593,8 @@ def test_images_are_part_of_the_identity_from_their_block_on(llama_dir: Path, ma
         def found(request: Request) -> int:
             answer = None
             while answer is None:
-                answer, _ = half.matched_tokens(request, 0)
-                half._in_step = False
+                answer, _ = half.restores.matched_tokens(request, 0)
+                half.session.end_step()
             half.finished(request)
             return answer
 

@@ -89,11 +89,11 @@ def test_a_hit_that_the_engine_trims_is_planned_anew(
     A shorter hit in whole blocks is a part of the longer one. With a window or a recurrent state it needs what was not
     leased, and the request is computed.
     """
-    from kvhold.engines.vllm.scheduler import SchedulerHalf
+    from kvhold.engines.vllm.restores import Restores
 
-    matched = SchedulerHalf.matched_tokens
+    matched = Restores.matched_tokens
 
-    def trimmed(half: SchedulerHalf, request: Any, computed: int) -> tuple[int | None, bool]:
+    def trimmed(half: Restores, request: Any, computed: int) -> tuple[int | None, bool]:
         found, later = matched(half, request, computed)
         return (found - 32, later) if found else (found, later)
 
@@ -106,7 +106,7 @@ def test_a_hit_that_the_engine_trims_is_planned_anew(
             generate(llm, [TOKENS])
             settle(llm)
             assert llm.reset_prefix_cache()
-            monkeypatch.setattr(SchedulerHalf, "matched_tokens", trimmed)
+            monkeypatch.setattr(Restores, "matched_tokens", trimmed)
             assert generate(llm, [TOKENS]) == expected
             assert (counts["loads"], counts["load_failures"]) == (1, failures)
             check_nothing_held(llm, free, manager.socket)

@@ -44,7 +44,7 @@ def worth(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 @pytest.mark.usefixtures("topology")
 def test_hits_that_are_worth_it_are_waited_for(llama_dir: Path, slow: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
     worth(monkeypatch, 60.0)
-    monkeypatch.setattr("kvhold.engines.vllm.scheduler.SILENT_SECONDS", 60.0)
+    monkeypatch.setattr("kvhold.engines.common.session.SILENT_SECONDS", 60.0)
     expected = reference(llama_dir, PROMPTS)
     with serving(llama_dir, slow, settings={"answer_deadline_ms": None}) as llm, counting() as counts:
         assert generate(llm, PROMPTS) == expected

@@ -117,11 +117,11 @@ def test_who_owns_no_part_writes_none_and_is_not_waited_for(llama_dir: Path, man
         worker.copies._report = replace(worker.copies._report, owner=1)  # as if another rank held the same KV
         generate(llm, [prompt(100, 1)])
         assert not worker.copies.publishes
-        assert half._publishing.holding, "the owner's copy is what ends the hold"
-        [batch] = half._publishing._batches
+        assert half._batches.holding, "the owner's copy is what ends the hold"
+        [batch] = half._batches._batches
         writes = [shards.writes for shards in half._spaces.ranks.shards]
-        half._publishing.ended(CopyReport({batch: dict(writes[0])}), writes)
-        assert not half._publishing.holding
+        half._batches.ended(CopyReport({batch: dict(writes[0])}), writes)
+        assert not half._batches.holding
 
 
 def configured(tensor_parallel: int, specs: list[Any], token_ranks: int = 1, **model: Any) -> tuple[Any, Any]:

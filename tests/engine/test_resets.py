@@ -124,7 +124,7 @@ def test_workers_that_never_say_what_is_loaded_stop_no_request(
     with serving(llama_dir, manager) as llm:
         generate(llm, PROMPTS)
         settle(llm)
-        monkeypatch.setattr(scheduler_side(llm), "_take_look", lambda loaded: None)
+        monkeypatch.setattr(scheduler_side(llm).resets.doubt, "take_answers", lambda loaded: None)
         reset(llm)
         assert cached(generate(llm, PROMPTS)) == [0, 0]
 
@@ -137,7 +137,8 @@ def test_a_reset_that_fails_is_not_reported_as_done(
         generate(llm, PROMPTS)
         stored(llm, manager, 24)
         half = scheduler_side(llm)
-        for part, name in ((half._lookups, "drop_all"), (half._publishing, "forget_all"), (half._outdated, "mark")):
+        outdated = half.resets._scope.outdated
+        for part, name in ((half._lookups, "drop_all"), (half._publishing, "forget_all"), (outdated, "mark")):
             with monkeypatch.context() as patch:
                 patch.setattr(part, name, lambda *_: 1 // 0)
                 assert llm.reset_prefix_cache(reset_connector=True) is False
@@ -180,7 +181,7 @@ def test_an_engine_in_this_process_sleeps_although_blocks_wait_to_be_copied(
         stored(llm, manager, 12)
         assert cached(generate(llm, [prompt(400, 1)], 1)) == [384]
         # for workers in other processes it is dropped
-        monkeypatch.setattr("kvhold.engines.vllm.scheduler.worker_here", lambda instance: None)
+        monkeypatch.setattr("kvhold.engines.vllm.resets.worker_here", lambda instance: None)
         with late(llm, monkeypatch):
             generate(llm, [prompt(400, 2)], 1)
         sleep(llm)

@@ -14,8 +14,9 @@ from manager_process import Manager
 from models import write_llama
 
 from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.batches import Batch, Batches
 from kvhold.engines.common.plans import CopyReport
-from kvhold.engines.vllm.publishing import Batch, Publishing
+from kvhold.engines.vllm.publishing import HeldBlocks
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
 
@@ -26,19 +27,21 @@ def test_sources_are_held_until_the_last_rank_has_copied() -> None:
     control: Any = SimpleNamespace(
         attachment=1, credit={1: ()}, commit=lambda *_: told.append("commit"), give_back=lambda *_: told.append("back")
     )
-    pool: Any = SimpleNamespace(blocks=list(range(100)), free_blocks=lambda blocks: freed.extend(blocks))
-    publishing = Publishing(control, Accounts(), False, lambda _: None, lambda _: (), lambda *_: True, None)
-    publishing.bind(pool, SimpleNamespace())  # type: ignore[arg-type]
+    pool: Any = SimpleNamespace(
+        num_gpu_blocks=100, blocks=list(range(100)), free_blocks=lambda blocks: freed.extend(blocks)
+    )
+    batches = Batches(control, Accounts(), SimpleNamespace(sure=lambda *_: True))  # type: ignore[arg-type]
+    batches.source = HeldBlocks(pool)
     slots: Any = SimpleNamespace()
-    publishing._batches = {n: Batch(1, 0, 1, b"", [b"k"], slots, [7], 0, 0.0) for n in (1, 2)}
+    batches._batches = {n: Batch(1, 0, 1, b"", [b"k"], slots, [7], 0, 0.0) for n in (1, 2)}
     both = [{0: 4096, 1: 4096}]
-    publishing.ended(CopyReport({1: {0: 4096}, 2: {1: 4096}}), both)
+    batches.ended(CopyReport({1: {0: 4096}, 2: {1: 4096}}), both)
     assert (freed, told) == ([], [])
-    publishing.ended(CopyReport({1: {1: 4096}}), both)
+    batches.ended(CopyReport({1: {1: 4096}}), both)
     assert (freed, told) == ([7], ["commit"])
-    publishing.ended(CopyReport({2: {0: -1}}), both)
+    batches.ended(CopyReport({2: {0: -1}}), both)
     assert (freed, told) == ([7, 7], ["commit", "back"])
-    assert not publishing.holding
+    assert not batches.holding
 
 
 def test_context_length_that_changes_position_encodings_is_part_of_the_identity(
@@ -61,7 +64,7 @@ def test_sessions_lost_again_and_again_on_a_living_manager_leave_nothing_behind(
         for turn in range(12):
             generate(llm, [prompt(200, 50 + turn)])
             # both halves lose their sessions, again before the words that retire the last ones were all said
-            for channel in (worker_side().copies.keeper.channel, scheduler_side(llm)._keeper.channel):
+            for channel in (worker_side().copies.keeper.channel, scheduler_side(llm).session._keeper.channel):
                 if channel is not None:
                     channel.socket.shutdown(socket.SHUT_RDWR)
         until(lambda: _attached_once(llm, manager), "one attachment, and no other")
@@ -133,8 +136,8 @@ def test_more_blocks_than_a_question_may_name(llama_dir: Path, manager: Manager)
         )
         answer = None
         while answer is None:
-            answer, _ = half.matched_tokens(request, 0)
-            half._in_step = False
+            answer, _ = half.restores.matched_tokens(request, 0)
+            half.session.end_step()
         assert answer == 0
         half.finished(request)
         assert status(manager.socket)["instances"][0]["ready"]

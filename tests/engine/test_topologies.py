@@ -25,6 +25,7 @@ from kvhold.engines.common.ranks import WorkerReport
 from kvhold.engines.common.settings import load_settings
 from kvhold.engines.vllm.names import engine_of, instance_of
 from kvhold.engines.vllm.scheduler import SchedulerHalf
+from kvhold.engines.vllm.topology import Topology
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -67,7 +68,7 @@ class Rig:
         given = load_settings({"socket": str(self.manager.socket), **settings}, "the test")
         half = SchedulerHalf(config, self._base._cache, given)
         self.halves.append(half)
-        world, stages = half._world, config.parallel_config.pipeline_parallel_size
+        world, stages = Topology.of(config.parallel_config).world, config.parallel_config.pipeline_parallel_size
         for rank in range(world):
             stage = rank * stages // world
             report = WorkerReport(rank, world, stage, rank, topology.encode(), b"%d" % stage, (4096,), False, "")
@@ -88,8 +89,9 @@ class Rig:
 
 def step(half: SchedulerHalf) -> Any:
     """A new engine step has begun: the spaces that it may speak of."""
-    half._in_step = False
-    return half._ready()
+    half.session.end_step()
+    half.session.begin_step()
+    return half._spaces.plain
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def store(half: SchedulerHalf, seed: int = 0) -> None:
 def asks(half: SchedulerHalf, asked: Any) -> tuple[int | None, bool]:
     """What a step is told of a waiting request."""
     step(half)
-    return half.matched_tokens(asked, 0)
+    return half.restores.matched_tokens(asked, 0)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -139,10 +141,10 @@ def test_how_long_a_request_and_a_step_may_wait(rig: Rig, topology: str) -> None
     try:
         asked = request("r")
         assert [asks(patient, asked) for _ in range(3)] == [(None, False)] * 3, "it is deferred, in any topology"
-        assert patient.budget.exhausted == 3
-        assert patient.budget.waited >= 0.015
+        assert patient.session.budget.exhausted == 3
+        assert patient.session.budget.waited >= 0.015
         assert asks(hasty, asked) == (0, False)
-        assert (hasty.budget.exhausted, hasty.budget.waited) == (0, 0.0)
+        assert (hasty.session.budget.exhausted, hasty.session.budget.waited) == (0, 0.0)
     finally:
         rig.manager.cont()
     until(lambda: asks(patient, asked) == (BLOCKS * 32, True), "what is stored is found")

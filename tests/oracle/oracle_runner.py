@@ -665,8 +665,9 @@ class OracleEngine:
         requests = {name: request.status.name for name, request in self.scheduler.requests.items()}
         copies = [(worker._copies.loads, worker._copies.publishes) for worker in self.workers]
         half = getattr(self.connector, "_scheduler", None)
+        restores = half.restores._under_way if half is not None else None
         return (
-            f"requests {requests}, copies of the workers {copies}, restores {getattr(half, '_restores', None)}, "
+            f"requests {requests}, copies of the workers {copies}, restores {restores}, "
             f"received {self.scheduler.finished_recving_kv_req_ids}, "
             f"free blocks {self.pool.get_num_free_blocks()} of {self.shape.blocks - 1}, {self.shape}"
         )

@@ -176,7 +176,9 @@ class Subject(KvHoldConnector):
             self._stock(request, end)
         found, found_async = super().get_num_new_matched_tokens(request, computed)
         half = self._scheduler
-        if wanted and request.request_id in half._withheld:  # found, but kept back as its failure could stop the engine
+        if (
+            wanted and request.request_id in half.restores._withholding._withheld
+        ):  # found, but kept back as its failure could stop the engine
             found, found_async = half._lookups._by_request[request.request_id].question.hit, True
         if wanted and end > computed:
             assert found is not None, f"kvhold had no answer for {request.request_id} within a second"

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvhold.client.budget import Budget
 from kvhold.client.control import Control, Ticket
@@ -23,8 +24,14 @@ _FRESH_MISS_SECONDS = 1.0
 _LATE_SECONDS = 10.0
 """An answer that came too late for its request still says what need not be stored, until then."""
 
-Ask = Callable[[Ticket | None], Question]
-"""Puts a request's question, in place of a former one if there is."""
+
+class Asks(Protocol):
+    """Who puts the questions."""
+
+    def ask(
+        self, spaces: Sequence[int], local: int, limit: int, hashes: Sequence[bytes], former: Ticket | None
+    ) -> Question:
+        """Ask about tokens ``local`` to ``limit`` of what has ``hashes``, in place of ``former`` if that is one."""
 
 
 @dataclass(slots=True)
@@ -48,24 +55,35 @@ class Lookup:
 
 
 class Lookups:
-    """Questions by request id. ``patience`` says how many seconds an answer about so many tokens is worth; ``budget``
-    is what a step may wait for all of them.
+    """Questions by request id, put by ``questions``. ``patience`` says how many seconds an answer about so many tokens
+    is worth; ``budget`` is what a step may wait for all of them.
 
     Every engine defers, also one that runs in step with others: a step without work costs it less than a prompt.
     """
 
-    def __init__(self, control: Control, budget: Budget, accounts: Accounts, patience: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        budget: Budget,
+        accounts: Accounts,
+        questions: Asks,
+        patience: Callable[[int], float],
+    ) -> None:
         self._control = control
         self._budget = budget
         self._accounts = accounts
+        self._questions = questions
         self._patience = patience
         self._by_request: dict[str, Lookup] = {}
 
-    def find(self, request: str, local: int, limit: int, ask: Ask) -> int | None:
-        """Tokens beyond ``local`` up to ``limit`` that can be restored; None to be asked again in the next step."""
+    def find(self, request: str, local: int, limit: int, spaces: Sequence[int], hashes: Sequence[bytes]) -> int | None:
+        """Tokens beyond ``local`` up to ``limit`` that can be restored; None to be asked again in the next step.
+
+        ``spaces``, by group, are where to look for what has ``hashes``.
+        """
         lookup = self._current(request, local, limit)
         if lookup is None:
-            lookup = self._by_request[request] = self._ask(request, local, limit, ask)
+            lookup = self._by_request[request] = self._ask(request, local, limit, spaces, hashes)
         if lookup.closed or lookup.question is None:
             return 0
         wanted = limit > local
@@ -122,7 +140,8 @@ class Lookups:
             return None
         if lookup.attachment != self._control.attachment:
             return None
-        parts = lookup.question.part(tokens)
+        whole = tokens == lookup.question.hit
+        parts = lookup.question.parts if whole else lookup.question.part(tokens)
         if parts is None or not self._control.start(lookup.question.ticket):
             return None
         lookup.leased = False
@@ -158,7 +177,7 @@ class Lookups:
             return lookup
         return None
 
-    def _ask(self, request: str, local: int, limit: int, ask: Ask) -> Lookup:
+    def _ask(self, request: str, local: int, limit: int, spaces: Sequence[int], hashes: Sequence[bytes]) -> Lookup:
         if self._control.silent:
             self.drop(request)
             return self._missed(local, limit, "deadline")
@@ -172,7 +191,7 @@ class Lookups:
             if (former.leased or not former.answered) and former.question is not None:
                 ticket = former.question.ticket
         self._count_asked(local, limit)
-        question = ask(ticket)
+        question = self._questions.ask(spaces, local, limit, hashes, ticket)
         patience = self._patience(limit - local)
         return Lookup(question, self._control.attachment, local, limit, question.ticket.since, patience)
 

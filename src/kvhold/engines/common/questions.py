@@ -357,6 +357,33 @@ class GroupsQuestion(Question):
             return None
 
 
+class Questions:
+    """Puts the questions of one engine, over its ``groups``. There are none before it is known what a hit is."""
+
+    def __init__(self, control: Control, groups: Sequence[Group]) -> None:
+        self.search: Search | None = None
+        self._control = control
+        self._groups = groups
+        self._chain = False
+
+    def bind(self, search: Search, drops_last: bool) -> None:
+        """``search`` knows what a hit is; ``drops_last`` says that the last block of one is dropped for a drafter."""
+        self.search = search
+        # A hit is the longest prefix of one chain, so that one question finds and leases it.
+        self._chain = len(self._groups) == 1 and self._groups[0].whole and not drops_last
+
+    def ask(
+        self, spaces: Sequence[int], local: int, limit: int, hashes: Sequence[bytes], former: Ticket | None
+    ) -> Question:
+        """Ask about tokens ``local`` to ``limit`` of what has ``hashes``, in place of ``former`` if that is one."""
+        if self._chain:
+            return ChainQuestion(self._control, spaces[0], self._groups[0].block_tokens, local, limit, hashes, former)
+        if former is not None:
+            self._control.release((former,))
+        assert self.search is not None
+        return GroupsQuestion(self._control, self.search, spaces, local, limit, hashes)
+
+
 def _read(offsets: Sequence[int], positions: bytes) -> Collection[int]:
     """Of ``offsets``, those at packed 32-bit ``positions``."""
     at = array("I")

@@ -61,6 +61,16 @@ class Ranks:
     private: bool
     loaded: tuple[bytes, ...] = ()
 
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """Where the part of each rank begins in an object, by group and rank."""
+        return tuple(shards.starts for shards in self.shards)
+
+    @property
+    def writes(self) -> list[dict[int, int]]:
+        """The padded bytes that each rank with a part of its own writes of an object, by group."""
+        return [shards.writes for shards in self.shards]
+
 
 _decoder = msgspec.msgpack.Decoder(WorkerReport)
 

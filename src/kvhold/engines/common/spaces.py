@@ -52,6 +52,7 @@ class Spaces:
         step_tokens: int,
         events: Audience | None,
     ) -> None:
+        self.adapters = adapters
         self.ranks: Ranks | None = None
         self.salt = b""
         self.weights: bytes | None = b""
@@ -59,7 +60,6 @@ class Spaces:
         self._unknown = False  # what they are now, so that their name is random
         self._control = control
         self._groups = groups
-        self._adapters = adapters
         self._hashing = hashing
         self._label = label
         self._epoch = epoch
@@ -110,7 +110,7 @@ class Spaces:
         """Those of what is computed with ``adapter``; None without a session, or while its weights are unknown."""
         if adapter is None or self.plain is None:
             return self.plain
-        digest, path = self._adapters.digest(adapter), self._adapters.path(adapter)
+        digest, path = self.adapters.digest(adapter), self.adapters.path(adapter)
         if digest is None or self.ranks is None:
             for key in [key for key in self._adapted if key[0] == path]:
                 self._close(self._adapted.pop(key))
@@ -120,7 +120,7 @@ class Spaces:
         if spaces is None:
             while len(self._adapted) >= _MOST_ADAPTERS:
                 self._close(self._adapted.pop(next(iter(self._adapted))))
-            private = self._adapters.private(adapter)
+            private = self.adapters.private(adapter)
             spaces = self._open(self.ranks, digest, adapter.name, private)
             if self._events is not None:
                 self._events.opened(spaces)
@@ -134,7 +134,7 @@ class Spaces:
         """
         for (path, _), spaces in self._adapted.items():
             if space in spaces:
-                return self._adapters.sure(path, since)
+                return self.adapters.sure(path, since)
         return True
 
     def doubt(self) -> None:

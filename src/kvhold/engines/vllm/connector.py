@@ -203,7 +203,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         Raises ValueError, listing the ranks, when the workers disagree about their KV cache.
         """
         if self._scheduler is not None:
-            self._scheduler.await_workers()
+            self._scheduler.session.await_workers()
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -213,7 +213,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler is not None
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.restores.matched_tokens(request, num_computed_tokens)
 
     @_guarded(_nothing)
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
@@ -224,7 +224,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         """What was read from SSD for ``request`` came from disk, all else from host memory."""
         assert self._scheduler is not None
-        disk = min(self._scheduler.tokens_from_disk(request.request_id), num_external_tokens)
+        disk = min(self._scheduler.restores.tokens_from_disk(request.request_id), num_external_tokens)
         sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
@@ -277,7 +277,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         """This engine finds nothing that was stored before, until its workers have shown what weights they have."""
         if self._scheduler is None:
             return None
-        self._scheduler.reset()
+        self._scheduler.resets.reset()
         return True
 
     # --- both ---------------------------------------------------------------------------------------------------

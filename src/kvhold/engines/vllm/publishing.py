@@ -1,25 +1,22 @@
-"""Which blocks to publish, into which slots, and how long their source is held.
+"""Which blocks of which requests to publish.
 
 A block is published in the step that completes it, from the engine's own current block table; a Mamba state when the
-engine hands it over; what the last step of a request completed, before its blocks are freed. Until every rank's copy
-has ended, whatever its outcome, the block is held by a reference in the engine's block pool, so that its request may
-finish, be aborted or be preempted meanwhile. A hold never waits for the manager: what a request leaves for want of
-slots is not held, but published as they are granted, as far as its blocks were not used for anything else by then.
+engine hands it over; what the last step of a request completed, before its blocks are freed. What a request leaves for
+want of slots is not held, but published as they are granted, as far as its blocks were not used for anything else by
+then.
 """
 
-import time
-from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
-from kvhold.client.control import Control, Slots
-from kvhold.engines.common.accounts import Accounts
-from kvhold.engines.common.plans import CopyReport, Publish
+from kvhold.client.control import Control
+from kvhold.engines.common.batches import Batches
+from kvhold.engines.common.lookups import Lookups
+from kvhold.engines.common.plans import Publish
 from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.reach import Reach
+from kvhold.engines.vllm.scope import Scope
 from kvhold.engines.vllm.tails import MOST_TAILS, Tail
 
 if TYPE_CHECKING:
@@ -27,19 +24,26 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-log = init_logger(__name__)
-
-STALL_SECONDS = 60
-"""A copy that takes longer is reported."""
-HOLD_SHARE = 2
-"""At most one in so many of the engine's blocks is held for copies that outlive their step."""
-
 Handed = tuple[int, int, int]
 """A state that the engine hands over: (engine's group, block, tokens after which it is the state)."""
 
 
+class HeldBlocks:
+    """vLLM's block pool as the source of what is published: a hold is a reference."""
+
+    def __init__(self, pool: "BlockPool") -> None:
+        self.blocks: int = pool.num_gpu_blocks
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+
 @dataclass(slots=True)
-class Source:
+class Progress:
     """A request with blocks to publish: of each group, ``done`` leading ones are stored, under way, or never will be.
 
     ``stored[g]`` are the ends, in tokens, of others that the manager has; None if that is not known yet. All of it is
@@ -58,91 +62,63 @@ class Source:
         return bool(self.stored) and tokens in self.stored[group]  # type: ignore[index]
 
 
-@dataclass(slots=True)
-class Batch:
-    """Blocks of one chain of one group on their way: ``keys[i]`` from ``blocks[i]`` into the i-th slot."""
-
-    space: int
-    group: int
-    attachment: int
-    parent: bytes
-    keys: list[bytes]
-    slots: Slots
-    blocks: list[int]
-    depth: int
-    since: float
-    distrusted: bool = False  # computed from what nobody vouches for
-    stalled: bool = False  # and reported
-    ended: dict[int, int] = field(default_factory=dict)  # bytes per object by rank, of ranks whose copy has ended
-
-
 class Publishing:
-    """Publishing of one engine.
+    """Publishing of one engine, if it is ``wanted``, of what prompts fill, and with ``decode`` of what answers fill.
 
-    ``spaces`` says where a request's blocks go, None for nowhere; ``stored`` which the manager has, by group and end;
-    ``sure`` whether what was computed for a space until a time is what the space is for, None while that is not known;
-    ``events`` are told of what is published, if anybody wants to know.
+    ``scope`` says where a request's blocks go, ``lookups`` which of them the manager has; ``events`` are told of what
+    is published, if anybody wants to know.
     """
 
     def __init__(
         self,
         control: Control,
-        accounts: Accounts,
-        decode: bool,
-        spaces: Callable[["Request"], Sequence[int] | None],
-        stored: Callable[[str], Sequence[Collection[int]] | None],
-        sure: Callable[[int, float], bool | None],
+        batches: Batches,
+        scope: Scope,
+        lookups: Lookups,
         events: CacheEvents | None,
+        decode: bool,
+        wanted: bool,
     ) -> None:
         self._control = control
-        self._accounts = accounts
-        self._decode = decode
-        self._spaces = spaces
-        self._stored = stored
-        self._sure = sure
+        self._batches = batches
+        self._scope = scope
+        self._lookups = lookups
         self._events = events
+        self._decode = decode
+        self._wanted = wanted
         self._pool: BlockPool | None = None
         self._reach: Reach | None = None
-        self._sources: dict[str, Source] = {}
-        self._complete: dict[str, Source] = {}  # their prompts are stored; a session's prompt may still grow
-        self._batches: dict[int, Batch] = {}
-        self._held = 0  # blocks of all batches
-        self._copied: list[tuple[Batch, Mapping[int, int], float]] = []  # with what was expected, and since when
-        self._late: list[Publish] = []  # begun between two steps; the next one carries them
-        self._tails: list[tuple[Source, Tail]] = []
-        self._under_way: set[tuple[int, bytes]] = set()  # (space, key)
-        self._next_batch = 1
+        self._open: dict[str, Progress] = {}
+        self._complete: dict[str, Progress] = {}  # their prompts are stored; a session's prompt may still grow
+        self._tails: list[tuple[Progress, Tail]] = []
 
     def bind(self, pool: "BlockPool", reach: Reach) -> None:
         self._pool, self._reach = pool, reach
+        self._batches.source = HeldBlocks(pool)
 
     @property
-    def holding(self) -> bool:
-        """Whether there is something to do without any request.
-
-        Copies are under way, for which blocks of the engine are held, or have ended and nobody was told, or slots are
-        awaited for what a request has left.
-        """
+    def awaiting(self) -> bool:
+        """Whether slots are awaited for what a request that is over has left."""
         mine = self._control.attachment
-        awaited = any(source.attachment == mine and tail.waits for source, tail in self._tails)
-        return bool(self._batches) or awaited or any(batch.attachment == mine for batch, _, _ in self._copied)
+        return any(progress.attachment == mine and tail.waits for progress, tail in self._tails)
 
     def admit(self, request: "Request") -> None:
         """``request`` has been given blocks, for the first time or to go on with what it has."""
+        if not self._wanted:
+            return
         name = request.request_id
-        former = self._complete.pop(name, None) or self._sources.get(name)
-        self._sources[name] = former if former and request.num_computed_tokens > 0 else Source(request)
+        former = self._complete.pop(name, None) or self._open.get(name)
+        self._open[name] = former if former and request.num_computed_tokens > 0 else Progress(request)
 
     def forget(self, request: str) -> None:
-        self._sources.pop(request, None)
+        self._open.pop(request, None)
         self._complete.pop(request, None)
 
     def forget_all(self) -> "list[Request]":
         """Publish no more blocks that were computed before now; which requests had any."""
-        for batch in (*self._batches.values(), *(copied for copied, _, _ in self._copied)):
-            batch.distrusted = True
-        running = [source.request for source in (*self._sources.values(), *self._complete.values())]
-        self._sources.clear()
+        self._batches.distrust_all()
+        running = [progress.request for progress in (*self._open.values(), *self._complete.values())]
+        self._open.clear()
         self._complete.clear()
         self._tails.clear()
         return running
@@ -151,65 +127,44 @@ class Publishing:
 
     def plan(self, output: "SchedulerOutput", plans: list[Publish]) -> None:
         """Add to ``plans`` what the workers shall copy after this step's forward."""
-        self._watch()
-        self._conclude()
+        self._batches.watch()
+        self._batches.conclude()
         scheduled, state = output.num_scheduled_tokens, output.kv_connector_block_state
         if state is None or self._reach is None:
             return
         handed = state.boundary_state_offloads
         preempted, finished = output.preempted_req_ids or (), output.finished_req_ids
-        for name in [name for name in self._sources if name in scheduled or name in handed]:
-            source = self._sources[name]
-            source.computing = source.computing or name in scheduled
+        for name in [name for name in self._open if name in scheduled or name in handed]:
+            progress = self._open[name]
+            progress.computing = progress.computing or name in scheduled
             tables = state.get_block_ids(name)
-            if tables is None or name in preempted or name in finished or not self._is_known(source):
+            if tables is None or name in preempted or name in finished or not self._is_known(progress):
                 continue
-            computed = source.request.num_computed_tokens + scheduled.get(name, 0)
-            over = self._publish_complete(source, tables, computed, plans)
-            self._publish_handed(source, tables, handed.get(name, ()), computed, plans)
-            if over and not self._decode and computed > source.request.num_prompt_tokens:
-                self._complete[name] = self._sources.pop(name)
+            computed = progress.request.num_computed_tokens + scheduled.get(name, 0)
+            over = self._publish_complete(progress, tables, computed, plans)
+            self._publish_handed(progress, tables, handed.get(name, ()), computed, plans)
+            if over and not self._decode and computed > progress.request.num_prompt_tokens:
+                self._complete[name] = self._open.pop(name)
         self._publish_tails(plans)
 
-    def _is_known(self, source: Source, last: bool = False) -> bool:
-        """Whether it is known where the source's blocks go and which are there; a new session begins anew.
+    def _is_known(self, progress: Progress, last: bool = False) -> bool:
+        """Whether it is known where the progress's blocks go and which are there; a new session begins anew.
 
         The ``last`` time that this can be asked, what is not known counts as not there.
         """
-        spaces = self._spaces(source.request)
+        spaces = self._scope.of(progress.request)
         if spaces is None:
             return False
-        if source.attachment != self._control.attachment or source.spaces != spaces:
-            again = source.attachment > 0
-            source.attachment, source.spaces = self._control.attachment, spaces
-            source.done = [0] * len(spaces)
-            source.stored = () if again else None
-        if source.stored is None:
-            source.stored = self._stored(source.request.request_id)
-        if source.stored is None and last:
-            source.stored = ()
-        return source.stored is not None
-
-    def take_late(self) -> list[Publish]:
-        """What was begun since the last step; what was begun in a session that is over is let go instead."""
-        late, self._late = self._late, []
-        current = []
-        for publish in late:
-            if self._batches[publish.batch].attachment == self._control.attachment:
-                current.append(publish)
-            else:
-                self._let_go(publish.batch)
-        return current
-
-    def _watch(self) -> None:
-        """Say so when a copy takes very long. Its blocks and slots stay: a time is no proof that nobody writes."""
-        oldest = next(iter(self._batches.values()), None)
-        if oldest is None or oldest.stalled or time.monotonic() - oldest.since < STALL_SECONDS:
-            return
-        oldest.stalled = True
-        self._accounts.add("publishes_stalled")
-        text = "kvhold: publishing %d blocks takes longer than %d s; ended so far are ranks %s"
-        log.warning(text, len(oldest.blocks), STALL_SECONDS, sorted(oldest.ended))
+        if progress.attachment != self._control.attachment or progress.spaces != spaces:
+            again = progress.attachment > 0
+            progress.attachment, progress.spaces = self._control.attachment, spaces
+            progress.done = [0] * len(spaces)
+            progress.stored = () if again else None
+        if progress.stored is None:
+            progress.stored = self._lookups.stored(progress.request.request_id)
+        if progress.stored is None and last:
+            progress.stored = ()
+        return progress.stored is not None
 
     def _limit(self, request: "Request") -> int:
         """Tokens of a request that may ever be published: their values are final."""
@@ -226,30 +181,30 @@ class Publishing:
 
     def _publish_complete(
         self,
-        source: Source,
+        progress: Progress,
         tables: Sequence[Sequence[int]],
         computed: int,
         plans: list[Publish],
         resumed_at: Sequence[int] = (),
     ) -> bool:
         """Publish blocks that ``computed`` tokens complete; whether none of this request is left to."""
-        reach, limit, over = self._reach, self._limit(source.request), True
+        reach, limit, over = self._reach, self._limit(progress.request), True
         assert reach is not None
         for at, group in enumerate(reach.groups):
             if group.handed:
                 continue
             final = limit // group.block_tokens
-            end = self._end(source.request, at, tables[group.index], computed)
-            start = source.done[at]
+            end = self._end(progress.request, at, tables[group.index], computed)
+            start = progress.done[at]
             if start < end:
-                useful = reach.useful(at, start, end, source.request, resumed_at)
-                source.done[at] = self._publish_range(source, at, tables[group.index], start, end, useful, plans)
-            over = over and source.done[at] >= final
+                useful = reach.useful(at, start, end, progress.request, resumed_at)
+                progress.done[at] = self._publish_range(progress, at, tables[group.index], start, end, useful, plans)
+            over = over and progress.done[at] >= final
         return over
 
     def _publish_range(
         self,
-        source: Source,
+        progress: Progress,
         at: int,
         table: Sequence[int],
         start: int,
@@ -258,7 +213,7 @@ class Publishing:
         plans: list[Publish],
     ) -> int:
         """Publish what is worth it of a group's blocks [start, end), run by run; up to where that is done."""
-        reach, space, request = self._reach, source.spaces[at], source.request
+        reach, space, request = self._reach, progress.spaces[at], progress.request
         assert reach is not None
         origin, tokens = start, reach.groups[at].block_tokens
 
@@ -266,8 +221,8 @@ class Publishing:
             return (
                 table[block] != 0
                 and (useful is None or useful[block - origin])
-                and not source.has(at, (block + 1) * tokens)
-                and (space, reach.key(request, (block + 1) * tokens)) not in self._under_way
+                and not progress.has(at, (block + 1) * tokens)
+                and not self._batches.under_way(space, reach.key(request, (block + 1) * tokens))
             )
 
         while start < end:
@@ -278,7 +233,7 @@ class Publishing:
             while stop < end and wanted(stop):
                 stop += 1
             keys = [reach.key(request, (block + 1) * tokens) for block in range(start, stop)]
-            taken = self._begin(source, at, (start + 1) * tokens, keys, list(table[start:stop]), plans)
+            taken = self._begin(progress, at, (start + 1) * tokens, keys, list(table[start:stop]), plans)
             start += taken
             if start < stop:
                 break
@@ -286,82 +241,59 @@ class Publishing:
 
     def _publish_handed(
         self,
-        source: Source,
+        progress: Progress,
         tables: Sequence[Sequence[int]],
         handed: Iterable[Handed],
         computed: int,
         plans: list[Publish],
     ) -> None:
         """Publish states, and where one stands inside of a block of another group, that block as far as it goes."""
-        reach, limit = self._reach, self._limit(source.request)
+        reach, limit = self._reach, self._limit(progress.request)
         assert reach is not None
         for index, block, tokens in handed:
             at = reach.by_index.get(index)
             if at is None or block == 0 or not 0 < tokens <= min(limit, computed) or tokens % reach.hash_tokens:
                 continue
-            if not reach.is_state(at, source.request, block, tokens, computed):
+            if not reach.is_state(at, progress.request, block, tokens, computed):
                 continue
-            self._publish_state(source, at, block, tokens, plans)
+            self._publish_state(progress, at, block, tokens, plans)
             for other, group in enumerate(reach.groups):
                 inside = tokens // group.block_tokens
                 table = tables[group.index]
                 if not group.handed and tokens % group.block_tokens and inside < len(table) and table[inside]:
-                    self._publish_state(source, other, table[inside], tokens, plans)
+                    self._publish_state(progress, other, table[inside], tokens, plans)
 
-    def _publish_state(self, source: Source, at: int, block: int, tokens: int, plans: list[Publish]) -> None:
+    def _publish_state(self, progress: Progress, at: int, block: int, tokens: int, plans: list[Publish]) -> None:
         """Publish a block under the hash of its first ``tokens``."""
         reach = self._reach
         assert reach is not None
-        key = reach.key(source.request, tokens)
-        if (source.spaces[at], key) not in self._under_way and not source.has(at, tokens):
-            self._begin(source, at, tokens, [key], [block], plans)
+        key = reach.key(progress.request, tokens)
+        if not self._batches.under_way(progress.spaces[at], key) and not progress.has(at, tokens):
+            self._begin(progress, at, tokens, [key], [block], plans)
 
     def _begin(
-        self, source: Source, at: int, end: int, keys: list[bytes], blocks: list[int], plans: list[Publish]
+        self, progress: Progress, at: int, end: int, keys: list[bytes], blocks: list[int], plans: list[Publish]
     ) -> int:
-        """Begin to publish ``keys``, a piece of a chain whose first ends after ``end`` tokens.
-
-        Returns how many there were slots and holds for.
-        """
-        pool, reach, space, wanted = self._pool, self._reach, source.spaces[at], len(keys)
-        assert pool is not None
+        """Begin to publish ``keys``, a piece of a chain whose first ends after ``end`` tokens; how many were begun."""
+        reach, space, request = self._reach, progress.spaces[at], progress.request
         assert reach is not None
-        credit = self._control.credit.get(space)
-        room = pool.num_gpu_blocks // HOLD_SHARE - self._held
-        count = min(wanted, len(credit) if credit is not None else 0)
-        if not source.over:
-            self._accounts.add("blocks_without_credit", wanted - count, group=at)
-        if count > room:
-            self._accounts.add("blocks_over_hold_budget", count - max(0, room))
-            count = max(0, room)
-        if count == 0 or credit is None:
-            return 0
-        blocks, keys = blocks[:count], keys[:count]
         tokens = reach.groups[at].block_tokens
         depth = (end - 1) // tokens
-        parent = reach.key(source.request, depth * tokens) if depth else b""
-        attachment, now = self._control.attachment, time.monotonic()
-        batch = Batch(space, at, attachment, parent, keys, credit.take(count), blocks, depth, now)
-        pool.touch([pool.blocks[block] for block in blocks])
-        self._batches[self._next_batch] = batch
-        self._held += count
-        self._under_way.update((space, key) for key in keys)
-        plans.append(Publish(self._next_batch, at, blocks, array("Q", batch.slots.offsets)))
+        parent = reach.key(request, depth * tokens) if depth else b""
+        count = self._batches.begin(space, at, parent, depth, keys, blocks, plans, again=progress.over)
         if self._events is not None:
-            for number, key in enumerate(keys):
+            for number, key in enumerate(keys[:count]):
                 start = (depth + number) * tokens
                 before = keys[number - 1] if number else parent
-                self._events.expect(space, key, Published(source.request, before, start, end + number * tokens))
-        self._accounts.add("blocks_published", count, group=at)
-        self._next_batch += 1
+                self._events.expect(space, key, Published(request, before, start, end + number * tokens))
         return count
 
     # --- at a request's end -------------------------------------------------------------------------------------
 
     def finish(self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()) -> None:
         """Publish what the last step of ``request`` completed; its blocks are still its own."""
-        source = self._sources.get(request.request_id)
-        if source is None or self._reach is None or not source.computing or not self._is_known(source, last=True):
+        progress = self._open.get(request.request_id)
+        if progress is None or self._reach is None or not progress.computing or not self._is_known(progress, last=True):
             return
         # The last token was sampled, and nothing was computed from it.
         settled = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
@@ -370,20 +302,20 @@ class Publishing:
             resumed_at = (settled,)
             for at, group in enumerate(self._reach.groups):
                 if not group.whole and not group.handed:
-                    source.done[at] = 0
-        self._publish_complete(source, tables, settled, self._late, resumed_at)
-        self._publish_handed(source, tables, handed, settled, self._late)
-        if self._left(source, tables, settled) and not source.over and self._pool is not None:
-            source.over = True
+                    progress.done[at] = 0
+        self._publish_complete(progress, tables, settled, self._batches.late, resumed_at)
+        self._publish_handed(progress, tables, handed, settled, self._batches.late)
+        if self._left(progress, tables, settled) and not progress.over and self._pool is not None:
+            progress.over = True
             self._tails = self._tails[1 - MOST_TAILS :]
-            self._tails.append((source, Tail.of(self._pool, tables, settled, resumed_at)))
+            self._tails.append((progress, Tail.of(self._pool, tables, settled, resumed_at)))
 
-    def _left(self, source: Source, tables: Sequence[Sequence[int]], settled: int) -> bool:
+    def _left(self, progress: Progress, tables: Sequence[Sequence[int]], settled: int) -> bool:
         """Whether something of the first ``settled`` tokens is not published."""
         reach = self._reach
         assert reach is not None
         return any(
-            source.done[at] < self._end(source.request, at, tables[group.index], settled)
+            progress.done[at] < self._end(progress.request, at, tables[group.index], settled)
             for at, group in enumerate(reach.groups)
             if not group.handed
         )
@@ -391,79 +323,20 @@ class Publishing:
     def _publish_tails(self, plans: list[Publish]) -> None:
         """Go on with what requests that are over have left, as far as there are slots and their blocks are theirs."""
         waiting, self._tails = self._tails, []
-        for source, tail in waiting:
-            current = source.attachment == self._control.attachment and source.spaces == self._spaces(source.request)
+        for progress, tail in waiting:
+            current = progress.attachment == self._control.attachment and progress.spaces == self._scope.of(
+                progress.request
+            )
             if not current or self._control.silent or not tail.waits:
                 continue
-            if any(self._control.credit.get(space) for space in source.spaces):
+            if any(self._control.credit.get(space) for space in progress.spaces):
                 assert self._pool is not None
                 assert self._reach is not None
-                done = list(source.done)
+                done = list(progress.done)
                 tables = tail.present(self._pool, self._reach.groups, done)
-                self._publish_complete(source, tables, tail.settled, plans, tail.resumed_at)
-                if not self._left(source, tables, tail.settled):
+                self._publish_complete(progress, tables, tail.settled, plans, tail.resumed_at)
+                if not self._left(progress, tables, tail.settled):
                     continue
-                if source.done != done:
+                if progress.done != done:
                     tail.go_on()
-            self._tails.append((source, tail))
-
-    def drop_late(self) -> None:
-        """Let go of what was begun since the last step: nobody copies it yet."""
-        late, self._late = self._late, []
-        for publish in late:
-            batch = self._batches[publish.batch]
-            self._let_go(publish.batch)
-            if batch.attachment == self._control.attachment:
-                self._give_back(batch)
-
-    def distrust(self) -> None:
-        """What this step has computed may rest on blocks that were not filled: keep none of it."""
-        for batch in self._batches.values():
-            batch.distrusted = True
-
-    # --- at a copy's end ----------------------------------------------------------------------------------------
-
-    def ended(self, report: CopyReport, expected: Sequence[Mapping[int, int]]) -> None:
-        """Copies have ended on some ranks. Where on all: let go of their source, then tell the manager.
-
-        ``expected[g]`` are the bytes that each rank which has a part of its own writes per object of the g-th group.
-        Ranks may end in different steps; until the last one has, it still reads the source and writes the slots.
-        """
-        for number, ranks in report.ended.items():
-            batch = self._batches.get(number)
-            if batch is None:
-                continue
-            batch.ended.update(ranks)
-            if batch.ended.keys() >= expected[batch.group].keys():
-                self._let_go(number)
-                self._copied.append((batch, expected[batch.group], time.monotonic()))
-        self._conclude()
-
-    def _conclude(self) -> None:
-        """Tell the manager of what was copied, as soon as it is sure that it was what its space is for."""
-        copied, self._copied = self._copied, []
-        for batch, wanted, since in copied:
-            if batch.attachment != self._control.attachment:
-                continue
-            sure = self._sure(batch.space, since)
-            if sure is None:
-                self._copied.append((batch, wanted, since))
-                continue
-            whole = all(batch.ended[rank] == size for rank, size in wanted.items())
-            if sure and whole and not batch.distrusted and batch.space in self._control.credit:
-                shards = tuple(wanted.values())
-                self._control.commit(batch.space, batch.parent, batch.depth, batch.keys, batch.slots, shards)
-            else:
-                self._give_back(batch)
-
-    def _give_back(self, batch: Batch) -> None:
-        self._control.give_back(batch.space, batch.slots)
-        if self._events is not None:
-            self._events.expect_no_more(batch.space, batch.keys)
-
-    def _let_go(self, number: int) -> None:
-        batch = self._batches.pop(number)
-        self._held -= len(batch.blocks)
-        self._under_way.difference_update((batch.space, key) for key in batch.keys)
-        if self._pool is not None:
-            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(batch.blocks)])
+            self._tails.append((progress, tail))
