@@ -34,8 +34,10 @@ class Engine:
     def __init__(self, socket: Path, instance: str, name: bytes) -> None:
         self.worker = Channel(socket, wire.Hello("worker", instance, 0, 1, "benchmark"), 5)
         self.worker.send(wire.Mapped())
-        keeper: Any = SimpleNamespace(channel=Channel(socket, wire.Hello("scheduler", instance, 0, 1, "benchmark"), 5))
-        self.control = Control(keeper, read_seconds=10.0)
+        attacher: Any = SimpleNamespace(
+            channel=Channel(socket, wire.Hello("scheduler", instance, 0, 1, "benchmark"), 5)
+        )
+        self.control = Control(attacher, read_seconds=10.0)
         self.budget = Budget(1.0)
         while not self.control.attachment:
             self.control.take_up()

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kvhold.client.attacher import Attacher, Half
 from kvhold.client.control import Geometry
-from kvhold.client.keeper import Half, Keeper
 from kvhold.engines.common.blocking import Blocking
 from kvhold.engines.common.buffers import Buffer
 from kvhold.engines.common.identity import Hashing, digest, namespace
@@ -21,7 +21,7 @@ from kvhold.engines.common.identity import Hashing, digest, namespace
 BLOCK = 4  # tokens
 LAYERS, WIDTH = 3, 64
 HASHING = Hashing("sha256 of all tokens", "", 32, False)
-Attach = Callable[[Half], Keeper]
+Attach = Callable[[Half], Attacher]
 
 
 class Model:

@@ -803,8 +803,8 @@ def test_of_many_announced_blocks_each_step_asks_about_a_few() -> None:
     believed = {hash_of for event in events.take() for hash_of in event.block_hashes}
     assert len(believed) == len(many)
     there = {key for key in many if rng.random() < 0.5}
-    keeper: Any = SimpleNamespace(channel=None)
-    events._control = control = Control(keeper, 10.0, 10.0)
+    attacher: Any = SimpleNamespace(channel=None)
+    events._control = control = Control(attacher, 10.0, 10.0)
     control.watcher = events
 
     def step() -> None:
@@ -821,7 +821,7 @@ def test_of_many_announced_blocks_each_step_asks_about_a_few() -> None:
 
     steps = 0
     for space, most in ((8, 5), (9, 1 << 30)):  # the first of the new sessions ends when a part has been asked
-        keeper.channel = line = Line(there)
+        attacher.channel = line = Line(there)
         control.take_up()
         control.open(space, Geometry(b"n" * 32, 0, 32, (4096,)), 0)
         events.begun((space,))
@@ -943,8 +943,8 @@ class Copying:
 def worker(groups: int = 1, rank: int = 0, sizes: tuple[int, ...] = (4096,), owner: int | None = None) -> Copies:
     owner = rank if owner is None else owner
     report = WorkerReport(rank, 4, 0, owner, b"", b"", sizes, private=False, summary="")
-    hello, copier, keeper = Hello("worker", "test", rank, 4, ""), Copying(), SimpleNamespace()
-    copies = Copies(report, copier, hello, lambda _: keeper, Accounts(), lambda: b"", groups == 1)  # type: ignore
+    hello, copier, attacher = Hello("worker", "test", rank, 4, ""), Copying(), SimpleNamespace()
+    copies = Copies(report, copier, hello, lambda _: attacher, Accounts(), lambda: b"", groups == 1)  # type: ignore
     copies.mappings._sessions = [SimpleNamespace(arena=SimpleNamespace(incarnation=5))]  # type: ignore[list-item]
     return copies
 

@@ -64,7 +64,7 @@ def test_sessions_lost_again_and_again_on_a_living_manager_leave_nothing_behind(
         for turn in range(12):
             generate(llm, [prompt(200, 50 + turn)])
             # both halves lose their sessions, again before the words that retire the last ones were all said
-            for channel in (worker_side().copies.keeper.channel, scheduler_side(llm).session._keeper.channel):
+            for channel in (worker_side().copies.attacher.channel, scheduler_side(llm).session._attacher.channel):
                 if channel is not None:
                     channel.socket.shutdown(socket.SHUT_RDWR)
         until(lambda: _attached_once(llm, manager), "one attachment, and no other")
@@ -88,7 +88,7 @@ def test_a_forked_child_that_ends_does_not_end_its_parents_session(llama_dir: Pa
             try:
                 scheduler_connector = scheduler_side(llm)
                 scheduler_connector.control.bye()
-                worker_side().copies.keeper.channel.bye()  # type: ignore[union-attr]
+                worker_side().copies.attacher.channel.bye()  # type: ignore[union-attr]
                 from bed import scheduler_half, worker_half
 
                 scheduler_half(llm).shutdown()
@@ -102,7 +102,7 @@ def test_a_forked_child_that_ends_does_not_end_its_parents_session(llama_dir: Pa
         assert [output.cached for output in outputs] == [384, 384, 384]
 
 
-def test_a_keeper_survives_whatever_its_half_does(
+def test_an_attacher_survives_whatever_its_half_does(
     llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvhold.copy.host import HostCopier

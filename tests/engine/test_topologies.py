@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
-from kvhold.engines.common.attaching import make_keeper
+from kvhold.engines.common.attaching import make_attacher
 from kvhold.engines.common.ranks import WorkerReport
 from kvhold.engines.common.settings import load_settings
 from kvhold.engines.vllm.names import engine_of, instance_of
@@ -177,7 +177,7 @@ def test_the_engines_own_manager_is_one_for_all_ranks(rig: Rig, topology: str) -
     first, second = rig.config(topology), rig.config(topology)
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id.replace("_dp1", "_dp0")
     names = [engine_of(instance_of(config)) for config in (first, second)]
-    own = [make_keeper(half, name, settings, reads=False)._embedded for name in names]
+    own = [make_attacher(half, name, settings, reads=False)._embedded for name in names]
     assert [(each.dram, each._ssd, each._huge_pages) for each in own if each] == [(64 << 20, settings.ssd, False)] * 2
     assert own[0] is not None
     assert own[1] is not None

@@ -15,8 +15,8 @@ class Asker:
     """It never reads an answer, and takes a manager to be silent until it sees a turn of it: the page is all it has."""
 
     def __init__(self, path: str) -> None:
-        keeper: Any = SimpleNamespace(channel=Channel(Path(path), wire.Hello("scheduler", "one"), 60.0))
-        self._control = Control(keeper, 0.0, silent_seconds=0.0)
+        attacher: Any = SimpleNamespace(channel=Channel(Path(path), wire.Hello("scheduler", "one"), 60.0))
+        self._control = Control(attacher, 0.0, silent_seconds=0.0)
         self._worker = Peer(path)
         self._worker.join("worker", "one")
         self._worker.map()

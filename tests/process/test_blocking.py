@@ -15,8 +15,8 @@ import pytest
 from manager_process import Manager
 from peers import populated, status, until
 
+from kvhold.client.attacher import Attacher
 from kvhold.client.control import Geometry
-from kvhold.client.keeper import Keeper
 from kvhold.core.limits import Limits
 from kvhold.engines.common import blocking
 from kvhold.engines.common.blocking import Blocking, Hit, Space
@@ -82,7 +82,7 @@ def attach() -> Iterator[Attach]:
         manager: Manager | Path, name: str = "one", slots: int = 64, size: int = SIZE, chain: bool = False
     ) -> tuple[Blocking, Space]:
         socket = manager if isinstance(manager, Path) else manager.socket
-        face = Blocking(name, f"test {name}", lambda half: Keeper(half, [socket], None, True))
+        face = Blocking(name, f"test {name}", lambda half: Attacher(half, [socket], None, True))
         faces.append(face)
         assert face.wait(60)
         return face, face.open(Geometry(NAMESPACE, 0, 32, (size,), "test", chain), slots)

@@ -10,7 +10,7 @@ from manager_process import Manager
 from peers import populated, status, until
 from toy_engine import BLOCK, Model, PoolEngine
 
-from kvhold.client.keeper import Keeper
+from kvhold.client.attacher import Attacher
 from kvhold.engines.common import blocking
 
 MODEL = Model()
@@ -38,7 +38,7 @@ def pool(manager: Manager) -> Iterator[Callable[..., PoolEngine]]:
     engines: list[PoolEngine] = []
 
     def make(name: str, **how: Any) -> PoolEngine:
-        engines.append(PoolEngine(name, lambda half: Keeper(half, [manager.socket], None, True), MODEL, **how))
+        engines.append(PoolEngine(name, lambda half: Attacher(half, [manager.socket], None, True), MODEL, **how))
         assert engines[-1].kvhold.wait(60)
         return engines[-1]
 
@@ -73,7 +73,7 @@ def test_what_one_has_computed_another_restores(manager: Manager, pool: Callable
 def test_a_namespace_is_a_model(manager: Manager, pool: Callable[..., PoolEngine]) -> None:
     asked = prompts(10)
     answers(pool("one"), asked)
-    other = PoolEngine("other", lambda half: Keeper(half, [manager.socket], None, True), Model("other weights"))
+    other = PoolEngine("other", lambda half: Attacher(half, [manager.socket], None, True), Model("other weights"))
     try:
         assert other.kvhold.wait(60)
         assert other.serve(asked[0]) == other.model.expected(asked[0]) != MODEL.expected(asked[0])

@@ -127,7 +127,7 @@ def test_the_rule_is_not_blind(tmp_path: Path) -> None:
     [
         "import kvhold.cli",
         "import kvhold.manager.process, kvhold.manager.http",
-        "import kvhold.client.keeper",
+        "import kvhold.client.attacher",
         "import kvhold.core",
         "import " + ", ".join(f"kvhold.{name}" for name, _ in modules() if folder(name) == "engines.common"),
     ],

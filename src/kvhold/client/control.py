@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvhold import protocol as wire
+from kvhold.client.attacher import Attacher
 from kvhold.client.budget import Budget
 from kvhold.client.channel import Channel
-from kvhold.client.keeper import Keeper
 
 Parts = tuple[tuple[int, bytes], ...]
 """(space, keys one after the other), for each space."""
@@ -112,14 +112,14 @@ class Control:
     what was granted, leased or asked under another number is void.
     """
 
-    def __init__(self, keeper: Keeper, read_seconds: float, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(self, attacher: Attacher, read_seconds: float, silent_seconds: float = SILENT_SECONDS) -> None:
         self.attachment = 0
         self.incarnation = 0
         self.reports: tuple[bytes, ...] = ()  # of the workers of this attachment
         self.credit: dict[int, Slots] = {}
         self.watcher: Watcher | None = None
         self._key_bytes: dict[int, int] = {}  # by space
-        self._keeper = keeper
+        self._attacher = attacher
         self._channel: Channel | None = None
         self._read_seconds = read_seconds
         self._silent_seconds = silent_seconds
@@ -135,7 +135,7 @@ class Control:
     def take_up(self) -> None:
         """Go on with the session of this moment, and take in what was said. Only here is another one taken up, so that
         all that is planned between two calls is planned against one manager."""
-        channel = self._keeper.channel
+        channel = self._attacher.channel
         if channel is not self._channel:
             self._reset()
             self._channel = channel

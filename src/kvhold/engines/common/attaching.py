@@ -6,8 +6,8 @@ import os
 from functools import partial
 from pathlib import Path
 
+from kvhold.client.attacher import Attacher, Half
 from kvhold.client.embedded import Embedded
-from kvhold.client.keeper import Half, Keeper
 from kvhold.engines.common.settings import Settings, own_settings
 from kvhold.host import default_dram
 from kvhold.places import places, sockets
@@ -22,15 +22,15 @@ def own_sockets(engine: str) -> list[Path]:
     return [folder / f"e-{name}.sock" for folder in places()]
 
 
-def make_keeper(half: Half, engine: str, settings: Settings, reads: bool) -> Keeper:
-    """A keeper for the manager that ``settings`` name; by default that of ``engine``, or else the host's."""
+def make_attacher(half: Half, engine: str, settings: Settings, reads: bool) -> Attacher:
+    """An attacher for the manager that ``settings`` name; by default that of ``engine``, or else the host's."""
     if settings.socket is not None:
-        return Keeper(half, [Path(settings.socket)], None, reads)
+        return Attacher(half, [Path(settings.socket)], None, reads)
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
     embedded = Embedded(own_sockets(engine), dram, settings.huge_pages, settings.ssd, settings.eviction or "lru")
     # The scheduler speaks for all of an engine's halves: what each of them finds is the same.
     preferred = None if reads else partial(_say_what_is_ignored, own_settings(settings))
-    return Keeper(half, sockets(), embedded, reads, preferred)
+    return Attacher(half, sockets(), embedded, reads, preferred)
 
 
 def _say_what_is_ignored(names: list[str], path: Path) -> None:

@@ -6,9 +6,9 @@ Which thread uses what:
 
 * :class:`~kvhold.client.control.Control`, the spaces and the numbers of plans belong to whoever holds the lock. It is
   held for moments: never across a wait, a copy, a read from a disk or the mapping of an arena.
-* The scheduler half's keeper thread reads what the manager says, and wakes who waits for it. So credits are returned
+* The scheduler half's attacher thread reads what the manager says, and wakes who waits for it. So credits are returned
   when they are asked back and leases are known to have ended, whatever the engine does.
-* The worker half's keeper thread maps arenas and takes old ones away, when the copies that may use them have ended.
+* The worker half's attacher thread maps arenas and takes old ones away, when the copies that may use them have ended.
 * Copies run on the engine's threads.
 
 Whatever happens to the manager, what cannot be had in time is a miss: nothing raises for it.
@@ -24,9 +24,9 @@ from typing import TypeVar
 
 from kvhold import protocol as wire
 from kvhold.client.arena import ArenaMapping
+from kvhold.client.attacher import Attacher, Half
 from kvhold.client.channel import Channel
 from kvhold.client.control import MAX_BATCH, SILENT_SECONDS, Control, Geometry, Slots, Ticket, padded
-from kvhold.client.keeper import Half, Keeper
 from kvhold.engines.common.buffers import Buffer, copy_in, copy_out, moves
 from kvhold.engines.common.mappings import Mappings
 
@@ -82,14 +82,14 @@ class _Plan:
 
 
 class _Scheduler:
-    """What the keeper tells the scheduler half."""
+    """What the attacher tells the scheduler half."""
 
     def __init__(self, face: "Blocking") -> None:
         self._face = face
         self._old: deque[int] = deque(maxlen=64)  # tokens of sessions
 
     def hello(self) -> wire.Hello:
-        # The keeper has taken the old session away before it asks: what is planned from now on is not planned on that.
+        # The attacher has taken the old session away before it asks: nothing more is planned on that.
         return wire.Hello("scheduler", self._face.instance, 0, 1, self._face.label, self._face.parted())
 
     def attached(self, channel: Channel) -> None:
@@ -108,14 +108,16 @@ class Blocking:
     """An engine's way to a manager, for threads that may wait. It attaches in the background, again and again.
 
     ``instance`` is the engine's id, which nobody else may have; a person recognises it by ``label``. ``attach`` makes
-    the keeper of a half, which reads on its own thread. What has to be read from an SSD is waited for ``read_seconds``
-    long.
+    the attacher of a half, which reads on its own thread. What has to be read from an SSD is waited for
+    ``read_seconds`` long.
 
     ``counts`` are objects: ``asked = found + missed_<reason>``, and of the found ones those ``restored``, and those
     ``void`` because the lease was over; ``offered = present + published + unpublished_<reason>``.
     """
 
-    def __init__(self, instance: str, label: str, attach: Callable[[Half], Keeper], read_seconds: float = 2.0) -> None:
+    def __init__(
+        self, instance: str, label: str, attach: Callable[[Half], Attacher], read_seconds: float = 2.0
+    ) -> None:
         self.instance = instance
         self.label = label
         self.counts: Counter[str] = Counter()
@@ -133,7 +135,7 @@ class Blocking:
         self._worker.start(_FIRST_ATTACH_SECONDS)
         self._scheduler.start(_FIRST_ATTACH_SECONDS)
 
-    # --- for the keepers, on their threads ----------------------------------------------------------------------
+    # --- for the attachers, on their threads ----------------------------------------------------------------------
 
     def told(self) -> None:
         """The manager has said something, or is gone."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvhold import protocol as wire
 from kvhold.client.arena import ArenaMapping
+from kvhold.client.attacher import Attacher, Half
 from kvhold.client.control import padded
-from kvhold.client.keeper import Half, Keeper
 from kvhold.copy.engine import Copier
 from kvhold.copy.job import Job
 from kvhold.copy.layout import PagedLayout
@@ -46,7 +46,7 @@ class Copies:
         report: WorkerReport,
         copier: Copier,
         hello: wire.Hello,
-        attach: Callable[[Half], Keeper],
+        attach: Callable[[Half], Attacher],
         accounts: Accounts,
         loaded: Callable[[], bytes],
         keeps_prefix: bool,
@@ -56,7 +56,7 @@ class Copies:
         self.loads: dict[str, tuple[int, Job, list[int]]] = {}
         self.publishes: dict[int, tuple[int, Job, int]] = {}
         self.mappings = Mappings(hello, self)
-        self.keeper = attach(self.mappings)
+        self.attacher = attach(self.mappings)
         self._report = report
         self._copier = copier
         self._accounts = accounts
@@ -68,7 +68,7 @@ class Copies:
         self._saved = -1  # the last step whose publishes were begun
         self._begun = 0  # the last step all of whose copies were
 
-    # --- for the keeper, on its thread --------------------------------------------------------------------------
+    # --- for the attacher, on its thread --------------------------------------------------------------------------
 
     def register(self, arena: ArenaMapping) -> None:
         self._copier.register(arena)
@@ -100,7 +100,7 @@ class Copies:
                 self.publishes[publish.batch] = plan.step, self._begin_publish(plan, publish), publish.group
         self._begun = plan.step
         if self.mappings.has_old:
-            self.keeper.wake()
+            self.attacher.wake()
 
     # A copy that cannot be begun is a failed one, because somebody waits for its end.
 
@@ -218,8 +218,8 @@ class Copies:
     def shutdown(self) -> None:
         """End copies, say goodbye, unmap."""
         drained = self._drain()
-        channel = self.keeper.channel
-        self.keeper.stop(channel.bye if channel is not None and drained else lambda: None)
+        channel = self.attacher.channel
+        self.attacher.stop(channel.bye if channel is not None and drained else lambda: None)
         if drained:
             self._copier.close()
             self.mappings.close()

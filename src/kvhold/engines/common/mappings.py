@@ -25,17 +25,17 @@ class Copies(Protocol):
     """Who copies to and from the arenas, by plans that have growing numbers: an engine's steps, or single copies."""
 
     def register(self, arena: ArenaMapping) -> None:
-        """Make ``arena`` ready to be copied to and from; may take seconds, on the keeper's thread, and may raise."""
+        """Make ``arena`` ready to be copied to and from; may take seconds, on the attacher's thread, and may raise."""
 
     def unregister(self, arena: ArenaMapping) -> None:
         """Undo :meth:`register`; no copy of ``arena`` runs any more."""
 
     def ended(self, plan: int) -> bool:
-        """Whether all copies of plans up to this one have been begun and have ended. Called on the keeper's thread."""
+        """Whether all copies of plans up to this one were begun and have ended. Called on the attacher's thread."""
 
 
 class Mappings:
-    """Arenas by session, mapped and let go on the keeper's thread; other threads only look at what there is.
+    """Arenas by session, mapped and let go on the attacher's thread; other threads only look at what there is.
 
     An older session's arena goes once its scheduler half has attached again, so that no later plan can name it, and
     all ``copies`` of earlier plans have ended.
@@ -50,7 +50,7 @@ class Mappings:
         self._retired: deque[int] = deque(maxlen=64)  # tokens of sessions that were let go
         self._settled: int | None = None  # older sessions are used by plans up to this one only
 
-    # --- for the keeper, on its thread --------------------------------------------------------------------------
+    # --- for the attacher, on its thread --------------------------------------------------------------------------
 
     def hello(self) -> wire.Hello:
         return self._hello
@@ -118,7 +118,7 @@ class Mappings:
         return found[-1] if found else None
 
     def close(self) -> None:
-        """Unmap all, once nothing is copied and the keeper has ended."""
+        """Unmap all, once nothing is copied and the attacher has ended."""
         for session in self._sessions:
             self._unmap(session)
         self._sessions = []

@@ -4,10 +4,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvhold.client.attacher import Attacher, Half
 from kvhold.client.budget import Budget
 from kvhold.client.channel import Channel
 from kvhold.client.control import SILENT_SECONDS, Control
-from kvhold.client.keeper import Half, Keeper
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.ranks import agree
 from kvhold.engines.common.settings import Settings
@@ -22,11 +22,11 @@ _READY_SECONDS = 5.0
 class SchedulerSession:
     """The session of the engine ``instance``, of ``world`` ranks, with whatever manager what ``attach`` makes finds.
 
-    On the scheduler's thread, but for what the keeper calls.
+    On the scheduler's thread, but for what the attacher calls.
     """
 
     def __init__(
-        self, instance: str, world: int, label: str, attach: Callable[[Half], Keeper], settings: Settings
+        self, instance: str, world: int, label: str, attach: Callable[[Half], Attacher], settings: Settings
     ) -> None:
         self.step = 0
         """The last step that was planned."""
@@ -34,20 +34,20 @@ class SchedulerSession:
         self._in_step = False
         self._reported = 0.0, 0
         self._old_tokens: deque[int] = deque(maxlen=64)
-        self._keeper = attach(self)
+        self._attacher = attach(self)
         deadline = settings.answer_deadline_ms
         silent = max(SILENT_SECONDS, deadline / 1e3 if deadline is not None else 0.0)
-        self.control = Control(self._keeper, settings.read_deadline_ms / 1e3, silent)
+        self.control = Control(self._attacher, settings.read_deadline_ms / 1e3, silent)
         self.budget = Budget(settings.step_budget_ms / 1e3)
 
     def start(self) -> None:
         """Begin to attach, and wait a while for the first session."""
-        self._keeper.start(_FIRST_ATTACH_SECONDS)
+        self._attacher.start(_FIRST_ATTACH_SECONDS)
 
-    # --- for the keeper, on its thread --------------------------------------------------------------------------
+    # --- for the attacher, on its thread --------------------------------------------------------------------------
 
     def hello(self) -> Hello:
-        # The keeper has taken the old session away before it asks; a step that is under way may still use it.
+        # The attacher has taken the old session away before it asks; a step that is under way may still use it.
         return Hello("scheduler", *self._introduction, self.step + 1 if self._in_step else self.step)
 
     def attached(self, channel: Channel) -> None:
@@ -66,7 +66,7 @@ class SchedulerSession:
     def await_workers(self) -> None:
         """Wait a while for the workers' word on their KV. Raises ValueError, listing them, when they disagree."""
         end = time.monotonic() + _READY_SECONDS
-        while self._keeper.channel is not None and time.monotonic() < end:
+        while self._attacher.channel is not None and time.monotonic() < end:
             self.control.take_up()
             if self.control.attachment:
                 agree(self.control.reports)
@@ -97,5 +97,5 @@ class SchedulerSession:
         accounts.add("step_budget_exhausted", self.budget.exhausted - exhausted)
 
     def stop(self) -> None:
-        self._keeper.write_out()
-        self._keeper.stop(self.control.bye)
+        self._attacher.write_out()
+        self._attacher.stop(self.control.bye)

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from kvhold.client.control import Control
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.adapters import Adapters
-from kvhold.engines.common.attaching import make_keeper
+from kvhold.engines.common.attaching import make_attacher
 from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.doubt import Doubt
 from kvhold.engines.common.lookups import Lookups
@@ -55,7 +55,7 @@ class SchedulerHalf:
         transfer, instance, told = config.kv_transfer_config, instance_of(config), config.kv_events_config
         assert transfer is not None
         world = Topology.of(config.parallel_config).world
-        attach = partial(make_keeper, engine=engine_of(instance), settings=settings, reads=False)
+        attach = partial(make_attacher, engine=engine_of(instance), settings=settings, reads=False)
         self._config = config
         self._cache = cache
         self._groups = groups = kept_groups(config, cache)

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 from kvhold.copy.engine import make_copier
 from kvhold.copy.layout import PagedLayout
 from kvhold.engines.common.accounts import Accounts
-from kvhold.engines.common.attaching import make_keeper
+from kvhold.engines.common.attaching import make_attacher
 from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.identity import digest
@@ -62,14 +62,14 @@ class WorkerHalf:
             report,
             make_copier(layouts),
             Hello("worker", instance, self._rank, world, label, report=report.packed()),
-            partial(make_keeper, engine=engine_of(instance), settings=self._settings, reads=True),
+            partial(make_attacher, engine=engine_of(instance), settings=self._settings, reads=True),
             self._accounts,
             self._weights.digest,
             # What came before a failure is of use where the engine can tell whose a block is, and where a shorter
             # prefix needs no other blocks.
             keeps_prefix=len(self._cache.kv_cache_groups) == 1 and self._groups[0].whole,
         )
-        self.copies.keeper.start(_FIRST_ATTACH_SECONDS)
+        self.copies.attacher.start(_FIRST_ATTACH_SECONDS)
 
     def _describe(self, layouts: list[PagedLayout]) -> WorkerReport:
         same = replicas(self._config, self._cache), attention_alone(self._cache)

@@ -1,6 +1,6 @@
 """Keeps one half of an engine attached to a manager, from a thread of its own.
 
-The engine's threads never connect, map, pin or start anything: they look at :attr:`Keeper.channel`, which is the
+The engine's threads never connect, map, pin or start anything: they look at :attr:`Attacher.channel`, which is the
 session of this moment or None, and go on without a cache while it is None.
 """
 
@@ -26,26 +26,26 @@ _TICK_SECONDS = 0.1
 
 
 class Half(Protocol):
-    """What the keeper tells the half it works for, always from the keeper's thread."""
+    """What the attacher tells the half it works for, always from the attacher's thread."""
 
     def hello(self) -> Hello:
         """How this half introduces itself now."""
 
     def attached(self, channel: Channel) -> None:
-        """A session was had; it becomes :attr:`Keeper.channel` when this returns."""
+        """A session was had; it becomes :attr:`Attacher.channel` when this returns."""
 
     def readable(self, channel: Channel) -> None:
-        """The session has messages. Called for a half that :attr:`reads` in the keeper's thread."""
+        """The session has messages. Called for a half that :attr:`reads` in the attacher's thread."""
 
     def tick(self, channel: Channel) -> bool:
         """Called at each wake-up; True asks for another soon."""
 
 
-class Keeper:
+class Attacher:
     """Attaches ``half`` to ``embedded``, or where a manager listens on one of ``paths``, or starts ``embedded``.
 
     With a manager that others run, it stays: a lost one is waited for, never replaced by one of the engine's own. The
-    keeper's thread tells ``preferred`` where that one listens, once ``embedded`` is given up for it.
+    attacher's thread tells ``preferred`` where that one listens, once ``embedded`` is given up for it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Keeper:
         self._stopping = False
         self._farewell: Callable[[], None] = _nothing
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="kvhold-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvhold-attacher", daemon=True)
 
     def start(self, wait: float) -> None:
         """Begin to attach, and return when the first attempt has ended or ``wait`` seconds have passed."""
@@ -77,7 +77,7 @@ class Keeper:
     def stop(self, farewell: Callable[[], None]) -> None:
         """Attach no more, let the half say ``farewell`` to the session it has, and end.
 
-        It is said by the thread that uses the session: the keeper's for a half that reads there, or else the caller's.
+        The thread that uses the session says it: the attacher's for a half that reads there, or else the caller's.
         """
         self._farewell = farewell if self._reads else _nothing
         self._stopping = True

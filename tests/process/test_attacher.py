@@ -8,10 +8,10 @@ import pytest
 from manager_process import Manager
 from peers import until
 
-from kvhold.client import keeper
+from kvhold.client import attacher
+from kvhold.client.attacher import Attacher
 from kvhold.client.channel import Channel
 from kvhold.client.embedded import Embedded
-from kvhold.client.keeper import Keeper
 from kvhold.protocol import Hello
 
 DRAM = 16 << 20
@@ -38,21 +38,21 @@ class Scheduler:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What keepers log."""
+    """What attachers log."""
     lines: list[tuple[str, str]] = []
     for level in ("info", "warning"):
-        monkeypatch.setattr(keeper.log, level, lambda text, *args, level=level: lines.append((level, text % args)))
+        monkeypatch.setattr(attacher.log, level, lambda text, *args, level=level: lines.append((level, text % args)))
     return lines
 
 
 @contextmanager
 def kept(
     folder: Path, name: str = "one", dram: int = DRAM, found: list[Path] | None = None, wait: float = 60
-) -> Iterator[Keeper]:
-    """A keeper that has made its first attempt or was waited for, with an own manager beside the host's."""
+) -> Iterator[Attacher]:
+    """An attacher that has made its first attempt or was waited for, with an own manager beside the host's."""
     own = folder / "e-1.sock"
     preferred = None if found is None else found.append
-    kept = Keeper(Scheduler(name), [folder / "kvhold.sock"], Embedded([own], dram, False, None), True, preferred)
+    kept = Attacher(Scheduler(name), [folder / "kvhold.sock"], Embedded([own], dram, False, None), True, preferred)
     kept.start(wait)
     try:
         yield kept
@@ -92,7 +92,7 @@ def test_an_own_manager_in_place_of_one_that_is_of_no_use(
     namesake = Channel(manager.socket, Hello("scheduler", "one"), 60)
     if why == "timed out":
         manager.stop()
-        monkeypatch.setattr(keeper, "_CONNECT_SECONDS", 2.0)
+        monkeypatch.setattr(attacher, "_CONNECT_SECONDS", 2.0)
     found: list[Path] = []
     with kept(folder, "one", found=found) as half:
         until(lambda: half.channel, "attached")
@@ -109,7 +109,7 @@ def test_an_own_manager_in_place_of_one_that_is_of_no_use(
 def test_both_are_named_when_neither_can_be_had(
     manager: Manager, folder: Path, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(attacher, "_CONNECT_SECONDS", 0.2)
     manager.stop()
     with kept(folder, dram=1 << 20) as half:
         assert half.channel is None
@@ -124,7 +124,7 @@ def test_an_own_manager_is_found_in_each_folder(manager: Manager, folder: Path) 
     """The first of an engine's processes has started it where its folder has gone since, or before there was one."""
     found: list[Path] = []
     own = Embedded([folder / "gone" / "e-1.sock", manager.socket], DRAM, False, None)
-    half = Keeper(Scheduler("one"), [folder / "nobody.sock"], own, True, found.append)
+    half = Attacher(Scheduler("one"), [folder / "nobody.sock"], own, True, found.append)
     half.start(60)
     try:
         assert half.channel is not None
