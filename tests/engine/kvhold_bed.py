@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from bed import LLM, free_blocks, generate, prompt, running, scheduler_half, settle, worker_half
 from manager_process import Manager
+from owners import watched
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 
 from kvhold import protocol as wire
@@ -69,7 +70,7 @@ def serving(
 ) -> Iterator[LLM]:
     """An engine that is attached and, unless it only consumes, has been granted slots to publish into."""
     settings = options.pop("settings", {})
-    with running(model_dir, connector=connect(manager, **settings), role=role, **options) as llm:
+    with watched(), running(model_dir, connector=connect(manager, **settings), role=role, **options) as llm:
         warm_up(llm, credits if role != "kv_consumer" else 0)
         yield llm
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from kvhold.client.channel import AttachError, Channel, NoManager
 from kvhold.client.embedded import Embedded
 from kvhold.protocol import Hello
+from kvhold.threads import ANY, ENGINE, belongs_to
 from kvhold.units import format_size
 
 log = logging.getLogger("kvhold")
@@ -41,6 +42,7 @@ class Half(Protocol):
         """Called at each wake-up; True asks for another soon."""
 
 
+@belongs_to(ENGINE, but={ANY: ("wake",)})
 class Attacher:
     """Attaches ``half`` to ``embedded``, or where a manager listens on one of ``paths``, or starts ``embedded``.
 

@@ -14,6 +14,7 @@ from kvhold import protocol as wire
 from kvhold.client.attacher import Attacher
 from kvhold.client.budget import Budget
 from kvhold.client.channel import Channel
+from kvhold.threads import ENGINE, belongs_to
 
 Parts = tuple[tuple[int, bytes], ...]
 """(space, keys one after the other), for each space."""
@@ -102,6 +103,7 @@ class Watcher(Protocol):
         """These cannot be found any more, whoever stored them."""
 
 
+@belongs_to(ENGINE)
 class Control:
     """One scheduler half's session, whichever it is at the moment. One thread at a time may use it.
 

@@ -6,6 +6,8 @@ request: those of full blocks beyond the engine's own hit, the last prompt token
 
 from collections.abc import Iterable
 
+from kvhold.threads import ENGINE, belongs_to
+
 MISSES = (
     "not_stored",
     "budget",
@@ -54,6 +56,7 @@ LABELS = {
 LABEL_OF = {name: label for label, names in LABELS.items() for name in names}
 
 
+@belongs_to(ENGINE)
 class Accounts:
     """Counters since the last report; ``data`` has only names of :data:`METRICS`, with ``/<value>`` for a label's."""
 

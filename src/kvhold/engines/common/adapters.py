@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhold.engines.common.weights import weights_digest
+from kvhold.threads import ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Known:
     trouble: str = ""  # of the last look that failed
 
 
+@belongs_to(ENGINE)
 @dataclass(slots=True)
 class Adapters:
     """The adapters of one engine, asked on the scheduler's thread. ``options`` are what else decides what they do.

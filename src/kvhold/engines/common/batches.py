@@ -14,6 +14,7 @@ from typing import Protocol
 from kvhold.client.control import Control, Slots
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.plans import CopyReport, Publish
+from kvhold.threads import ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Listener(Protocol):
         """These will not be."""
 
 
+@belongs_to(ENGINE)
 class Batches:
     """The batches of one engine, on the scheduler's thread. Nothing is begun until there is a ``source``."""
 

@@ -16,6 +16,7 @@ from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.mappings import Mappings
 from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
 from kvhold.engines.common.ranks import WorkerReport
+from kvhold.threads import ANY, ATTACHER, ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class EndedLoads:
     failed: set[str] = field(default_factory=set)
 
 
+@belongs_to(ENGINE, but={ATTACHER: ("register", "ended"), ANY: ("unregister",)})
 class Copies:
     """The copies of one rank, whose KV cache is as ``report`` says, on the thread on which the engine's steps run.
 

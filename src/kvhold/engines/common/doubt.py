@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.common.spaces import Spaces
+from kvhold.threads import ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +18,7 @@ _LOOK_STEPS = 256
 """Steps within which workers say what weights they have; until then requests wait, and afterwards they have others."""
 
 
+@belongs_to(ENGINE)
 class Doubt:
     """The doubt about the weights of an engine of ``world`` ranks, whose ``spaces`` go by them."""
 

@@ -14,6 +14,7 @@ from kvhold.client.budget import Budget
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.questions import Part, Question
+from kvhold.threads import ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Lookup:
     leased: bool = False
 
 
+@belongs_to(ENGINE)
 class Lookups:
     """Questions by request id, put by ``questions``. ``patience`` says how many seconds an answer about so many tokens
     is worth; ``budget`` is what a step may wait for all of them.

@@ -9,6 +9,7 @@ from typing import Protocol
 from kvhold import protocol as wire
 from kvhold.client.arena import ArenaMapping
 from kvhold.client.channel import Channel
+from kvhold.threads import ANY, ATTACHER, ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class Session:
     arena: ArenaMapping
 
 
-class Copies(Protocol):
+class Copying(Protocol):
     """Who copies to and from the arenas, by plans that have growing numbers: an engine's steps, or single copies."""
 
     def register(self, arena: ArenaMapping) -> None:
@@ -34,6 +35,7 @@ class Copies(Protocol):
         """Whether all copies of plans up to this one were begun and have ended. Called on the attacher's thread."""
 
 
+@belongs_to(ATTACHER, but={ENGINE: ("close",), ANY: ("arena",)})
 class Mappings:
     """Arenas by session, mapped and let go on the attacher's thread; other threads only look at what there is.
 
@@ -41,7 +43,7 @@ class Mappings:
     all ``copies`` of earlier plans have ended.
     """
 
-    def __init__(self, hello: wire.Hello, copies: Copies) -> None:
+    def __init__(self, hello: wire.Hello, copies: Copying) -> None:
         self._hello = hello
         self._copies = copies
         # Shared by the threads; never held across a copy or a call.

@@ -7,6 +7,8 @@ the end of the step before, whichever is later, so that steps in flight at once 
 import time
 from collections import deque
 
+from kvhold.threads import ENGINE, belongs_to
+
 _SHARE = 0.5
 """Of the time that computing the tokens in question would take."""
 _LEAST, _MOST = 0.03, 1.0
@@ -21,6 +23,7 @@ _IN_FLIGHT = 64
 """Steps that may have been planned and not have ended; an engine has a handful."""
 
 
+@belongs_to(ENGINE)
 class Patience:
     """The patience of one engine; ``fixed`` is the same number of seconds for every request, if that is wanted."""
 

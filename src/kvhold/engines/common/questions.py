@@ -16,6 +16,7 @@ from kvhold.client.budget import Budget
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.common.groups import Group
 from kvhold.protocol import MAX_KEYS
+from kvhold.threads import ENGINE, belongs_to
 
 _ATTEMPTS = 4
 """How often a hit is prepared that turns out to be too large, to have gone meanwhile, or not to come in time."""
@@ -357,6 +358,7 @@ class GroupsQuestion(Question):
             return None
 
 
+@belongs_to(ENGINE)
 class Questions:
     """Puts the questions of one engine, over its ``groups``. There are none before it is known what a hit is."""
 

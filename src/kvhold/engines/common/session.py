@@ -12,6 +12,7 @@ from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.ranks import agree
 from kvhold.engines.common.settings import Settings
 from kvhold.protocol import Hello, Retire
+from kvhold.threads import ATTACHER, ENGINE, belongs_to
 
 _FIRST_ATTACH_SECONDS = 10.0
 """How long the engine's start waits for the first session."""
@@ -19,6 +20,7 @@ _READY_SECONDS = 5.0
 """How long it then waits for the manager's word that all workers are there, so that the first request is served."""
 
 
+@belongs_to(ENGINE, but={ATTACHER: ("hello", "attached", "readable", "tick")})
 class SchedulerSession:
     """The session of the engine ``instance``, of ``world`` ranks, with whatever manager what ``attach`` makes finds.
 

@@ -11,6 +11,7 @@ from kvhold.engines.common.adapters import Adapter, Adapters
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.identity import Hashing, namespace, variant
 from kvhold.engines.common.ranks import Ranks, agree
+from kvhold.threads import ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Audience(Protocol):
         """Nothing more will be heard of ``spaces``."""
 
 
+@belongs_to(ENGINE)
 class Spaces:
     """Spaces by group, opened in each session when they are first asked for.
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.questions import Part
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -58,6 +59,7 @@ class Asked:
     found: dict[bytes, Published] = field(default_factory=dict)
 
 
+@belongs_to(ENGINE)
 class CacheEvents:
     """Events of one engine, over its kept ``groups``."""
 

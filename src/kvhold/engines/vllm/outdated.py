@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, make_block_hash_with_group_id
 
+from kvhold.threads import ENGINE, belongs_to
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
@@ -18,6 +20,7 @@ _GROWTH = 4
 """Hashes that are remembered, for each block of the pool."""
 
 
+@belongs_to(ENGINE)
 class Outdated:
     """Hashes and requests from before the last reset; ``groups`` numbers all of the engine's cache groups."""
 

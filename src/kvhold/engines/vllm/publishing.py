@@ -18,6 +18,7 @@ from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.scope import Scope
 from kvhold.engines.vllm.tails import MOST_TAILS, Tail
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -62,6 +63,7 @@ class Progress:
         return bool(self.stored) and tokens in self.stored[group]  # type: ignore[index]
 
 
+@belongs_to(ENGINE)
 class Publishing:
     """Publishing of one engine, if it is ``wanted``, of what prompts fill, and with ``decode`` of what answers fill.
 

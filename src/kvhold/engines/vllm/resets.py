@@ -15,6 +15,7 @@ from kvhold.engines.vllm.outdated import Outdated
 from kvhold.engines.vllm.publishing import Publishing
 from kvhold.engines.vllm.scope import Scope
 from kvhold.engines.vllm.worker import worker_here
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 log = init_logger(__name__)
 
 
+@belongs_to(ENGINE)
 class Resets:
     """The resets of the engine ``instance``, of ``world`` ranks."""
 

@@ -21,6 +21,7 @@ from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.scope import Scope
 from kvhold.engines.vllm.withholding import Withholding
 from kvhold.protocol import MAX_KEYS
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -42,6 +43,7 @@ class Restore:
     orphan: bool = False  # its request is over
 
 
+@belongs_to(ENGINE)
 class Restores:
     """Restores of one engine, if they are ``wanted``. ``loads`` are those that workers have yet to be told of."""
 

@@ -36,6 +36,7 @@ from kvhold.engines.vllm.scope import Scope
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.topology import Topology
 from kvhold.engines.vllm.withholding import Withholding
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 log = init_logger(__name__)
 
 
+@belongs_to(ENGINE)
 class SchedulerHalf:
     """One engine's scheduler half. ``restores`` says which tokens can be restored, ``resets`` takes resets."""
 

@@ -7,12 +7,14 @@ from kvhold.engines.common.spaces import Spaces
 from kvhold.engines.vllm.adapters import adapter_of
 from kvhold.engines.vllm.hashes import tell_all
 from kvhold.engines.vllm.outdated import Outdated
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.request import Request
 
 
+@belongs_to(ENGINE)
 class Scope:
     """The scope of each request of a model that computes in ``dtype``; ``outdated`` once the engine has its cache."""
 

@@ -8,6 +8,7 @@ from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.groups import Group, reachable
 from kvhold.engines.vllm.admission import Rank, Waiting, all_can_begin, may_ask, most_blocks, order_matters
 from kvhold.engines.vllm.reach import Reach
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@belongs_to(ENGINE)
 class Withholding:
     """The requests of one engine that were given blocks for a restore and do not compute yet, and those held back."""
 

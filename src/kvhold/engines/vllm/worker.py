@@ -21,6 +21,7 @@ from kvhold.engines.vllm.names import engine_label, engine_of, instance_of
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.topology import Topology, attention_alone, replicas
 from kvhold.protocol import Hello
+from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ _here: "WeakValueDictionary[str, WorkerHalf]" = WeakValueDictionary()
 """This process's worker halves by the engine's id; of several ranks in one process the last."""
 
 
+@belongs_to(ENGINE)
 class WorkerHalf:
     """One rank's worker half, on vLLM's worker thread. ``copies`` are there once the engine has its KV cache."""
 
