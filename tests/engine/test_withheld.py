@@ -14,20 +14,20 @@ LATER = (1 << 40, 0.0, "later")
 
 def test_a_restore_that_could_block_is_withheld_and_then_allowed(llama_dir: Path, manager: Manager) -> None:
     with serving(llama_dir, manager) as llm:
-        withholding = scheduler_side(llm).restores._withholding
+        admission = scheduler_side(llm).restores._admission
         computed = generate(llm, PROMPT)
         assert llm.reset_prefix_cache()
-        withholding._ordered = True
-        withholding._waiting["later"] = Waiting(LATER, withholding._pool_blocks - 5)
+        admission._ordered = True
+        admission._waiting["later"] = Waiting(LATER, admission._pool_blocks - 5)
         with counting() as counts:
             withheld = generate(llm, PROMPT)
         assert (withheld, withheld[0].cached) == (computed, 0)
         assert counts["tokens_withheld"] == counts["tokens_hit"] == 384
         assert llm.reset_prefix_cache()
-        withholding._waiting["later"] = Waiting(LATER, withholding._pool_blocks - 20)
+        admission._waiting["later"] = Waiting(LATER, admission._pool_blocks - 20)
         restored = generate(llm, PROMPT)
         assert (restored, restored[0].cached) == (computed, 384)
-        assert set(withholding._waiting) == {"later"}, "who has begun to compute waits for nothing"
+        assert set(admission._waiting) == {"later"}, "who has begun to compute waits for nothing"
 
 
 def test_a_restore_leaves_room_for_a_decoding_step(llama_dir: Path, manager: Manager) -> None:

@@ -177,7 +177,7 @@ class Subject(KvHoldConnector):
         found, found_async = super().get_num_new_matched_tokens(request, computed)
         half = self._scheduler
         if (
-            wanted and request.request_id in half.restores._withholding._withheld
+            wanted and request.request_id in half.restores._admission._withheld
         ):  # found, but kept back as its failure could stop the engine
             found, found_async = half._lookups._by_request[request.request_id].question.hit, True
         if wanted and end > computed:

@@ -15,11 +15,11 @@ from kvhold.engines.common.questions import Part, Questions, tokens_from_disk
 from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.common.spaces import Spaces
 from kvhold.engines.vllm.adapters import adapter_of
+from kvhold.engines.vllm.admission import Admission
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.scope import Scope
-from kvhold.engines.vllm.withholding import Withholding
 from kvhold.protocol import MAX_KEYS
 from kvhold.threads import ENGINE, belongs_to
 
@@ -56,7 +56,7 @@ class Restores:
         doubt: Doubt,
         questions: Questions,
         lookups: Lookups,
-        withholding: Withholding,
+        admission: Admission,
         events: CacheEvents | None,
         wanted: bool,
     ) -> None:
@@ -69,7 +69,7 @@ class Restores:
         self._doubt = doubt
         self._questions = questions
         self._lookups = lookups
-        self._withholding = withholding
+        self._admission = admission
         self._events = events
         self._wanted = wanted
         self._under_way: dict[str, Restore] = {}
@@ -80,7 +80,7 @@ class Restores:
         """The engine has its block pool, and rules about hits."""
         self._reach = reach
         self._questions.bind(search, bool(manager.use_eagle))
-        self._withholding.bind(manager, reach)
+        self._admission.bind(manager, reach)
 
     # --- before a request is admitted ---------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Restores:
         outdated.admits(request)
         awaits_look = self._doubt.awaits_look()
         known = min(len(request.block_hashes), MAX_KEYS // len(self._groups)) * search.hash_tokens
-        limit = self._withholding.reachable(min(request.num_tokens - 1, known), search.unit)
+        limit = self._admission.reachable(min(request.num_tokens - 1, known), search.unit)
         local = min(computed, limit)
         if not self._wanted or request.skip_reading_prefix_cache:
             local = limit  # nothing to restore, but what is there must not be published again
@@ -129,7 +129,7 @@ class Restores:
             return None, False
         # The engine keeps windows and states where it sees prompts part. It sees its own memory only, so it is told.
         request.shared_prefix_boundary = max(request.shared_prefix_boundary, self._lookups.junction(name))
-        if found and self._withholding.withholds(request, found, computed + found):
+        if found and self._admission.withholds(request, found, computed + found):
             return 0, False
         return found, found > 0
 
@@ -142,7 +142,7 @@ class Restores:
         the request is recomputed. Without one it would wait for ever.
         """
         tables = blocks.get_block_ids()
-        self._withholding.admitted(request, tables, external > 0)
+        self._admission.admitted(request, tables, external > 0)
         if external <= 0:
             self._lookups.settle(request.request_id)
             return
@@ -223,13 +223,13 @@ class Restores:
                     self._control.spoiled(restore.ticket)
             if failed and not restore.orphan:
                 self._failed.add(name)
-                self._withholding.failed(name)
+                self._admission.failed(name)
         self._control.release(ended)
         return others
 
     def finished(self, request: str) -> None:
         """The request is over, however; a restore of it may still run, and is waited for."""
-        self._withholding.finished(request)
+        self._admission.finished(request)
         self._failed.discard(request)
         if request in self._under_way:
             self._under_way[request].orphan = True

@@ -23,6 +23,7 @@ from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.common.settings import Settings
 from kvhold.engines.common.spaces import Spaces
 from kvhold.engines.vllm.adapters import RESET, options_of
+from kvhold.engines.vllm.admission import Admission
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.hashes import hashing
@@ -35,7 +36,6 @@ from kvhold.engines.vllm.restores import Restores
 from kvhold.engines.vllm.scope import Scope
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.topology import Topology
-from kvhold.engines.vllm.withholding import Withholding
 from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class SchedulerHalf:
             doubt,
             questions,
             self._lookups,
-            Withholding(config, groups, self.accounts),
+            Admission(config, groups, self.accounts),
             self.events,
             transfer.is_kv_consumer,
         )
