@@ -305,9 +305,9 @@ class Storing:
         spaces = tuple(range(len(groups)))
         self.accounts = Accounts()
         self.batches = Batches(self.control, self.accounts, SimpleNamespace(sure=lambda *_: True))  # type: ignore
-        scope: Any = SimpleNamespace(of=lambda _: spaces)
+        where: Any = SimpleNamespace(to_store=lambda _: spaces)
         lookups: Any = SimpleNamespace(stored=lambda _: stored)
-        self.publishing = Publishing(self.control, self.batches, scope, lookups, None, decode, True)
+        self.publishing = Publishing(self.control, self.batches, where, lookups, None, decode, True)
         self.blocks = [Block(number) for number in range(1000)]
         for block in self.blocks:
             block.block_hash = b"%d" % block

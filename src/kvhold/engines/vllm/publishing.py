@@ -16,7 +16,7 @@ from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import Publish
 from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.reach import Reach
-from kvhold.engines.vllm.scope import Scope
+from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.engines.vllm.tails import MOST_TAILS, Tail
 from kvhold.threads import ENGINE, belongs_to
 
@@ -67,7 +67,7 @@ class Progress:
 class Publishing:
     """Publishing of one engine, if it is ``wanted``, of what prompts fill, and with ``decode`` of what answers fill.
 
-    ``scope`` says where a request's blocks go, ``lookups`` which of them the manager has; ``events`` are told of what
+    ``spaces`` says where a request's blocks go, ``lookups`` which of them the manager has; ``events`` are told of what
     is published, if anybody wants to know.
     """
 
@@ -75,7 +75,7 @@ class Publishing:
         self,
         control: Control,
         batches: Batches,
-        scope: Scope,
+        spaces: RequestSpaces,
         lookups: Lookups,
         events: CacheEvents | None,
         decode: bool,
@@ -83,7 +83,7 @@ class Publishing:
     ) -> None:
         self._control = control
         self._batches = batches
-        self._scope = scope
+        self._spaces = spaces
         self._lookups = lookups
         self._events = events
         self._decode = decode
@@ -154,7 +154,7 @@ class Publishing:
 
         The ``last`` time that this can be asked, what is not known counts as not there.
         """
-        spaces = self._scope.of(progress.request)
+        spaces = self._spaces.to_store(progress.request)
         if spaces is None:
             return False
         if progress.attachment != self._control.attachment or progress.spaces != spaces:
@@ -326,7 +326,7 @@ class Publishing:
         """Go on with what requests that are over have left, as far as there are slots and their blocks are theirs."""
         waiting, self._tails = self._tails, []
         for progress, tail in waiting:
-            current = progress.attachment == self._control.attachment and progress.spaces == self._scope.of(
+            current = progress.attachment == self._control.attachment and progress.spaces == self._spaces.to_store(
                 progress.request
             )
             if not current or self._control.silent or not tail.waits:

@@ -9,11 +9,9 @@ from kvhold.engines.common.doubt import Doubt
 from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import StepPlan
 from kvhold.engines.common.session import SchedulerSession
-from kvhold.engines.common.spaces import Spaces
 from kvhold.engines.vllm.events import CacheEvents
-from kvhold.engines.vllm.outdated import Outdated
 from kvhold.engines.vllm.publishing import Publishing
-from kvhold.engines.vllm.scope import Scope
+from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.engines.vllm.worker import worker_here
 from kvhold.threads import ENGINE, belongs_to
 
@@ -32,8 +30,7 @@ class Resets:
         instance: str,
         world: int,
         session: SchedulerSession,
-        spaces: Spaces,
-        scope: Scope,
+        spaces: RequestSpaces,
         doubt: Doubt,
         lookups: Lookups,
         publishing: Publishing,
@@ -45,15 +42,13 @@ class Resets:
         self._world = world
         self._session = session
         self._spaces = spaces
-        self._scope = scope
         self._lookups = lookups
         self._publishing = publishing
         self._batches = batches
         self._events = events
 
-    def bind(self, manager: "KVCacheManager", groups: int) -> None:
-        """The engine has its block pool, and ``groups`` cache groups, kept or not."""
-        self._scope.outdated = Outdated(manager.block_pool, range(groups))
+    def bind(self, manager: "KVCacheManager") -> None:
+        """The engine has its block pool."""
         # No hook tells a connector that the engine is about to clear its cache, which it refuses while a block is held.
         clear = manager.reset_prefix_cache
 
@@ -65,7 +60,7 @@ class Resets:
 
     def reset(self) -> None:
         """Find and store nothing until it is known what weights are loaded, and nothing computed before now at all."""
-        outdated = self._scope.outdated
+        outdated = self._spaces.outdated
         self.doubt.begin()
         if outdated is not None:
             outdated.begin()
@@ -82,8 +77,8 @@ class Resets:
 
     def finished(self, request: str) -> None:
         """The request is over; what it has from before the last reset may stay in the engine for a while."""
-        if self._scope.outdated is not None:
-            self._scope.outdated.finished(request)
+        if self._spaces.outdated is not None:
+            self._spaces.outdated.finished(request)
 
     def _end_late(self) -> None:
         """Let go of blocks that are held for copies which wait for a step, or whose end waits for one to be told.

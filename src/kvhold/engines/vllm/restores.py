@@ -13,13 +13,12 @@ from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import Load
 from kvhold.engines.common.questions import Part, Questions, tokens_from_disk
 from kvhold.engines.common.session import SchedulerSession
-from kvhold.engines.common.spaces import Spaces
 from kvhold.engines.vllm.adapters import adapter_of
 from kvhold.engines.vllm.admission import Admission
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.reach import Reach
-from kvhold.engines.vllm.scope import Scope
+from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.protocol import MAX_KEYS
 from kvhold.threads import ENGINE, belongs_to
 
@@ -51,8 +50,7 @@ class Restores:
         self,
         session: SchedulerSession,
         groups: Sequence[Group],
-        spaces: Spaces,
-        scope: Scope,
+        spaces: RequestSpaces,
         doubt: Doubt,
         questions: Questions,
         lookups: Lookups,
@@ -65,7 +63,6 @@ class Restores:
         self._control = session.control
         self._groups = groups
         self._spaces = spaces
-        self._scope = scope
         self._doubt = doubt
         self._questions = questions
         self._lookups = lookups
@@ -88,7 +85,7 @@ class Restores:
         """How many tokens beyond ``computed`` can be restored, leaving the last one to compute; None: ask again."""
         name = request.request_id
         self._session.begin_step()
-        spaces, search, outdated = self._spaces.plain, self._questions.search, self._scope.outdated
+        spaces, search, outdated = self._spaces.plain, self._questions.search, self._spaces.outdated
         if search is None or outdated is None:
             return 0, False
         outdated.admits(request)
@@ -103,7 +100,7 @@ class Restores:
             return 0, False
         if limit == 0:
             return 0, False
-        if not self._scope.is_told(request):
+        if not self._spaces.tell(request):
             self._lookups.miss(name, local, limit, "ambiguous")
             return 0, False
         if awaits_look:

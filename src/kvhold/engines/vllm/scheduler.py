@@ -21,7 +21,6 @@ from kvhold.engines.common.plans import CopyReport, StepPlan
 from kvhold.engines.common.questions import Questions
 from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.common.settings import Settings
-from kvhold.engines.common.spaces import Spaces
 from kvhold.engines.vllm.adapters import RESET, options_of
 from kvhold.engines.vllm.admission import Admission
 from kvhold.engines.vllm.events import CacheEvents
@@ -33,7 +32,7 @@ from kvhold.engines.vllm.publishing import Handed, Publishing
 from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.resets import Resets
 from kvhold.engines.vllm.restores import Restores
-from kvhold.engines.vllm.scope import Scope
+from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.topology import Topology
 from kvhold.threads import ENGINE, belongs_to
@@ -69,7 +68,7 @@ class SchedulerHalf:
         self.events = CacheEvents(control, cache, groups) if watched else None
         deadline = settings.answer_deadline_ms
         self._patience = Patience(None if deadline is None else deadline / 1e3)
-        self._spaces = Spaces(
+        self._spaces = RequestSpaces(
             control,
             groups,
             Adapters(options_of(config.lora_config), RESET),
@@ -79,7 +78,6 @@ class SchedulerHalf:
             config.scheduler_config.max_num_batched_tokens if transfer.is_kv_producer else 0,
             self.events,
         )
-        scope = Scope(self._spaces, config.model_config.dtype)
         doubt = Doubt(self.session, self._spaces, world)
         questions = Questions(control, groups)
         self._lookups = Lookups(control, self.session.budget, self.accounts, questions, self._patience.of)
@@ -87,7 +85,7 @@ class SchedulerHalf:
         self._publishing = Publishing(
             control,
             self._batches,
-            scope,
+            self._spaces,
             self._lookups,
             self.events,
             settings.save_decode_cache,
@@ -97,7 +95,6 @@ class SchedulerHalf:
             self.session,
             groups,
             self._spaces,
-            scope,
             doubt,
             questions,
             self._lookups,
@@ -110,7 +107,6 @@ class SchedulerHalf:
             world,
             self.session,
             self._spaces,
-            scope,
             doubt,
             self._lookups,
             self._publishing,
@@ -127,9 +123,11 @@ class SchedulerHalf:
     def bind_manager(self, manager: "KVCacheManager") -> None:
         """The engine has its block pool."""
         reach = Reach(manager, self._groups)
+        dtype = self._config.model_config.dtype
+        self._spaces.bind(manager.block_pool, len(self._cache.kv_cache_groups), dtype)
         self.restores.bind(manager, HitSearch(self._config, self._cache, manager, self._groups), reach)
         self._publishing.bind(manager.block_pool, reach)
-        self.resets.bind(manager, len(self._cache.kv_cache_groups))
+        self.resets.bind(manager)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
         """The engine has given ``request`` blocks, and wants ``external`` tokens of them restored."""
