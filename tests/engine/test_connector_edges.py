@@ -48,8 +48,8 @@ from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.publishing import Publishing
-from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.restores import Restores
+from kvhold.engines.vllm.retention import Retention
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.protocol import Hello
 
@@ -314,18 +314,18 @@ class Storing:
         pool: Any = SimpleNamespace(
             num_gpu_blocks=1000, blocks=self.blocks, touch=self.touched.extend, free_blocks=self.freed.extend
         )
-        reach = object.__new__(Reach)
-        reach.groups, reach.by_index = groups, {group.index: at for at, group in enumerate(groups)}
-        reach.hash_tokens, reach._caching = 16, False
+        retention = object.__new__(Retention)
+        retention.groups, retention.by_index = groups, {group.index: at for at, group in enumerate(groups)}
+        retention.hash_tokens, retention._caching = 16, False
         # which blocks the engine would find itself: all that it hands over, but for those of a pass that is over
         self.outdated: set[int] = set()
         cached = SimpleNamespace(contain=lambda _, block: block not in self.outdated)
         engine_pool = SimpleNamespace(cached_block_hash_to_block=cached)
         self.checkpoints: dict[str, tuple[int, int]] = {}
         manager = SimpleNamespace(use_eagle=False, block_pool=engine_pool, _checkpoints=self.checkpoints)
-        reach._managers = [manager] * len(groups)
-        reach._coordinator = SimpleNamespace(num_reprefillable_tokens=0)  # type: ignore[assignment]
-        self.publishing.bind(pool, reach)
+        retention._managers = [manager] * len(groups)
+        retention._coordinator = SimpleNamespace(num_reprefillable_tokens=0)  # type: ignore[assignment]
+        self.publishing.bind(pool, retention)
         self.expected = [{0: 4096, 1: 4096}] * len(groups)
 
     def request(self, name: str = "r", prompt: int = 96, first: int = 1, hashes: int | None = None) -> Any:
@@ -681,17 +681,17 @@ def test_a_copy_that_does_not_end_is_reported_once_and_keeps_its_blocks(monkeypa
 
 
 def test_a_mask_that_is_not_about_the_blocks_asked_for_is_an_error() -> None:
-    reach = object.__new__(Reach)
-    reach.groups, reach._caching = (FULL,), True
+    retention = object.__new__(Retention)
+    retention.groups, retention._caching = (FULL,), True
     manager: Any = SimpleNamespace(cache_hit_alignment_tokens=16, kv_cache_spec=None, use_eagle=False, dcp_world_size=1)
-    reach._managers = [manager]
+    retention._managers = [manager]
     coordinator: Any = SimpleNamespace(scheduler_block_size=16, eagle_group_ids=(), retention_interval=None)
-    reach._coordinator = coordinator
+    retention._coordinator = coordinator
     request: Any = SimpleNamespace(num_prompt_tokens=96, shared_prefix_boundary=0)
     manager.reachable_block_mask = lambda **_: [True, False]
-    assert reach.useful(0, 3, 5, request) == [True, False]
+    assert retention.useful(0, 3, 5, request) == [True, False]
     with pytest.raises(ValueError, match="for 3 blocks has 2 entries"):
-        reach.useful(0, 3, 6, request)
+        retention.useful(0, 3, 6, request)
 
 
 # Events

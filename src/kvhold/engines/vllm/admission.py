@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-    from kvhold.engines.vllm.reach import Reach
+    from kvhold.engines.vllm.retention import Retention
 
 Rank = tuple[int, float, str]
 """Where vLLM's priority queue puts a request: its priority, arrival time and id; the smallest is served first."""
@@ -93,14 +93,14 @@ class Admission:
         whole_prompt_must_fit = scheduling.scheduler_reserve_full_isl and not config.num_lookahead_tokens
         self._ordered = order_matters(scheduling.policy, whole_prompt_must_fit)
         self._together = len(groups) > 1 or not groups[0].whole
-        self._reach: Reach | None = None
+        self._retention: Retention | None = None
         self._pool_blocks = 0  # as long as it is not known
         self._most_blocks = 0  # of them, for one restore
         self._waiting: dict[str, Waiting] = {}  # kept only where a rule asks about them
         self._withheld: set[str] = set()
 
-    def bind(self, manager: "KVCacheManager", reach: "Reach") -> None:
-        self._reach = reach
+    def bind(self, manager: "KVCacheManager", retention: "Retention") -> None:
+        self._retention = retention
         self._pool_blocks = manager.block_pool.num_gpu_blocks - 1
         sizes = [group.block_tokens for group in self._groups if not group.handed]
         self._most_blocks = most_blocks(self._pool_blocks, sizes, self._drafts)
@@ -133,7 +133,9 @@ class Admission:
 
     def _waits(self, request: "Request", held: int) -> Waiting:
         tokens = min(request.num_tokens + self._drafts, self._max_tokens)
-        return Waiting(_rank(request), held, self._reach.blocks_to_begin(tokens) if self._reach is not None else 0)
+        return Waiting(
+            _rank(request), held, self._retention.blocks_to_begin(tokens) if self._retention is not None else 0
+        )
 
     def admitted(self, request: "Request", tables: Sequence[Sequence[int]], restores: bool) -> None:
         """``request`` was given the blocks of ``tables``, to compute or, if it ``restores``, to wait for that."""

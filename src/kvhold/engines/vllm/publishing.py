@@ -15,7 +15,7 @@ from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import Publish
 from kvhold.engines.vllm.events import CacheEvents, Published
-from kvhold.engines.vllm.reach import Reach
+from kvhold.engines.vllm.retention import Retention
 from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.engines.vllm.tails import MOST_TAILS, Tail
 from kvhold.threads import ENGINE, belongs_to
@@ -89,13 +89,13 @@ class Publishing:
         self._decode = decode
         self._wanted = wanted
         self._pool: BlockPool | None = None
-        self._reach: Reach | None = None
+        self._retention: Retention | None = None
         self._open: dict[str, Progress] = {}
         self._complete: dict[str, Progress] = {}  # their prompts are stored; a session's prompt may still grow
         self._tails: list[tuple[Progress, Tail]] = []
 
-    def bind(self, pool: "BlockPool", reach: Reach) -> None:
-        self._pool, self._reach = pool, reach
+    def bind(self, pool: "BlockPool", retention: Retention) -> None:
+        self._pool, self._retention = pool, retention
         self._batches.source = HeldBlocks(pool)
 
     @property
@@ -132,7 +132,7 @@ class Publishing:
         self._batches.watch()
         self._batches.conclude()
         scheduled, state = output.num_scheduled_tokens, output.kv_connector_block_state
-        if state is None or self._reach is None:
+        if state is None or self._retention is None:
             return
         handed = state.boundary_state_offloads
         preempted, finished = output.preempted_req_ids or (), output.finished_req_ids
@@ -170,16 +170,16 @@ class Publishing:
 
     def _limit(self, request: "Request") -> int:
         """Tokens of a request that may ever be published: their values are final."""
-        assert self._reach is not None
-        known = len(request.block_hashes) * self._reach.hash_tokens
+        assert self._retention is not None
+        known = len(request.block_hashes) * self._retention.hash_tokens
         return known if self._decode else min(known, request.num_prompt_tokens)
 
     def _end(self, request: "Request", at: int, table: Sequence[int], computed: int) -> int:
         """How many blocks of a group ``computed`` tokens complete that may be published."""
-        reach = self._reach
-        assert reach is not None
-        tokens = reach.groups[at].block_tokens
-        return min(self._limit(request) // tokens, reach.settled(at, computed) // tokens, len(table))
+        retention = self._retention
+        assert retention is not None
+        tokens = retention.groups[at].block_tokens
+        return min(self._limit(request) // tokens, retention.settled(at, computed) // tokens, len(table))
 
     def _publish_complete(
         self,
@@ -190,16 +190,16 @@ class Publishing:
         resumed_at: Sequence[int] = (),
     ) -> bool:
         """Publish blocks that ``computed`` tokens complete; whether none of this request is left to."""
-        reach, limit, over = self._reach, self._limit(progress.request), True
-        assert reach is not None
-        for at, group in enumerate(reach.groups):
+        retention, limit, over = self._retention, self._limit(progress.request), True
+        assert retention is not None
+        for at, group in enumerate(retention.groups):
             if group.handed:
                 continue
             final = limit // group.block_tokens
             end = self._end(progress.request, at, tables[group.index], computed)
             start = progress.done[at]
             if start < end:
-                useful = reach.useful(at, start, end, progress.request, resumed_at)
+                useful = retention.useful(at, start, end, progress.request, resumed_at)
                 progress.done[at] = self._publish_range(progress, at, tables[group.index], start, end, useful, plans)
             over = over and progress.done[at] >= final
         return over
@@ -215,16 +215,16 @@ class Publishing:
         plans: list[Publish],
     ) -> int:
         """Publish what is worth it of a group's blocks [start, end), run by run; up to where that is done."""
-        reach, space, request = self._reach, progress.spaces[at], progress.request
-        assert reach is not None
-        origin, tokens = start, reach.groups[at].block_tokens
+        retention, space, request = self._retention, progress.spaces[at], progress.request
+        assert retention is not None
+        origin, tokens = start, retention.groups[at].block_tokens
 
         def wanted(block: int) -> bool:
             return (
                 table[block] != 0
                 and (useful is None or useful[block - origin])
                 and not progress.has(at, (block + 1) * tokens)
-                and not self._batches.under_way(space, reach.key(request, (block + 1) * tokens))
+                and not self._batches.under_way(space, retention.key(request, (block + 1) * tokens))
             )
 
         while start < end:
@@ -234,7 +234,7 @@ class Publishing:
             stop = start + 1
             while stop < end and wanted(stop):
                 stop += 1
-            keys = [reach.key(request, (block + 1) * tokens) for block in range(start, stop)]
+            keys = [retention.key(request, (block + 1) * tokens) for block in range(start, stop)]
             taken = self._begin(progress, at, (start + 1) * tokens, keys, list(table[start:stop]), plans)
             start += taken
             if start < stop:
@@ -250,16 +250,16 @@ class Publishing:
         plans: list[Publish],
     ) -> None:
         """Publish states, and where one stands inside of a block of another group, that block as far as it goes."""
-        reach, limit = self._reach, self._limit(progress.request)
-        assert reach is not None
+        retention, limit = self._retention, self._limit(progress.request)
+        assert retention is not None
         for index, block, tokens in handed:
-            at = reach.by_index.get(index)
-            if at is None or block == 0 or not 0 < tokens <= min(limit, computed) or tokens % reach.hash_tokens:
+            at = retention.by_index.get(index)
+            if at is None or block == 0 or not 0 < tokens <= min(limit, computed) or tokens % retention.hash_tokens:
                 continue
-            if not reach.is_state(at, progress.request, block, tokens, computed):
+            if not retention.is_state(at, progress.request, block, tokens, computed):
                 continue
             self._publish_state(progress, at, block, tokens, plans)
-            for other, group in enumerate(reach.groups):
+            for other, group in enumerate(retention.groups):
                 inside = tokens // group.block_tokens
                 table = tables[group.index]
                 if not group.handed and tokens % group.block_tokens and inside < len(table) and table[inside]:
@@ -267,9 +267,9 @@ class Publishing:
 
     def _publish_state(self, progress: Progress, at: int, block: int, tokens: int, plans: list[Publish]) -> None:
         """Publish a block under the hash of its first ``tokens``."""
-        reach = self._reach
-        assert reach is not None
-        key = reach.key(progress.request, tokens)
+        retention = self._retention
+        assert retention is not None
+        key = retention.key(progress.request, tokens)
         if not self._batches.under_way(progress.spaces[at], key) and not progress.has(at, tokens):
             self._begin(progress, at, tokens, [key], [block], plans)
 
@@ -277,11 +277,11 @@ class Publishing:
         self, progress: Progress, at: int, end: int, keys: list[bytes], blocks: list[int], plans: list[Publish]
     ) -> int:
         """Begin to publish ``keys``, a piece of a chain whose first ends after ``end`` tokens; how many were begun."""
-        reach, space, request = self._reach, progress.spaces[at], progress.request
-        assert reach is not None
-        tokens = reach.groups[at].block_tokens
+        retention, space, request = self._retention, progress.spaces[at], progress.request
+        assert retention is not None
+        tokens = retention.groups[at].block_tokens
         depth = (end - 1) // tokens
-        parent = reach.key(request, depth * tokens) if depth else b""
+        parent = retention.key(request, depth * tokens) if depth else b""
         count = self._batches.begin(space, at, parent, depth, keys, blocks, plans, again=progress.over)
         if self._events is not None:
             for number, key in enumerate(keys[:count]):
@@ -295,14 +295,19 @@ class Publishing:
     def finish(self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()) -> None:
         """Publish what the last step of ``request`` completed; its blocks are still its own."""
         progress = self._open.get(request.request_id)
-        if progress is None or self._reach is None or not progress.computing or not self._is_known(progress, last=True):
+        if (
+            progress is None
+            or self._retention is None
+            or not progress.computing
+            or not self._is_known(progress, last=True)
+        ):
             return
         # The last token was sampled, and nothing was computed from it.
         settled = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         resumed_at: tuple[int, ...] = ()
         if self._decode:  # a conversation goes on where this one ends: what its window needs is still here
             resumed_at = (settled,)
-            for at, group in enumerate(self._reach.groups):
+            for at, group in enumerate(self._retention.groups):
                 if not group.whole and not group.handed:
                     progress.done[at] = 0
         self._publish_complete(progress, tables, settled, self._batches.late, resumed_at)
@@ -314,11 +319,11 @@ class Publishing:
 
     def _left(self, progress: Progress, tables: Sequence[Sequence[int]], settled: int) -> bool:
         """Whether something of the first ``settled`` tokens is not published."""
-        reach = self._reach
-        assert reach is not None
+        retention = self._retention
+        assert retention is not None
         return any(
             progress.done[at] < self._end(progress.request, at, tables[group.index], settled)
-            for at, group in enumerate(reach.groups)
+            for at, group in enumerate(retention.groups)
             if not group.handed
         )
 
@@ -333,9 +338,9 @@ class Publishing:
                 continue
             if any(self._control.credit.get(space) for space in progress.spaces):
                 assert self._pool is not None
-                assert self._reach is not None
+                assert self._retention is not None
                 done = list(progress.done)
-                tables = tail.present(self._pool, self._reach.groups, done)
+                tables = tail.present(self._pool, self._retention.groups, done)
                 self._publish_complete(progress, tables, tail.settled, plans, tail.resumed_at)
                 if not self._left(progress, tables, tail.settled):
                     continue

@@ -17,7 +17,7 @@ from kvhold.engines.vllm.adapters import adapter_of
 from kvhold.engines.vllm.admission import Admission
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.hits import HitSearch
-from kvhold.engines.vllm.reach import Reach
+from kvhold.engines.vllm.retention import Retention
 from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.protocol import MAX_KEYS
 from kvhold.threads import ENGINE, belongs_to
@@ -71,13 +71,13 @@ class Restores:
         self._wanted = wanted
         self._under_way: dict[str, Restore] = {}
         self._failed: set[str] = set()
-        self._reach: Reach | None = None
+        self._retention: Retention | None = None
 
-    def bind(self, manager: "KVCacheManager", search: HitSearch, reach: Reach) -> None:
+    def bind(self, manager: "KVCacheManager", search: HitSearch, retention: Retention) -> None:
         """The engine has its block pool, and rules about hits."""
-        self._reach = reach
+        self._retention = retention
         self._questions.bind(search, bool(manager.use_eagle))
-        self._admission.bind(manager, reach)
+        self._admission.bind(manager, retention)
 
     # --- before a request is admitted ---------------------------------------------------------------------------
 
@@ -172,10 +172,10 @@ class Restores:
         sizes = [group.block_tokens for group in self._groups]
         from_disk = tokens_from_disk(parts, sizes, question.read, local, local + external)
         self._under_way[name] = Restore(question.ticket, self._control.attachment, frozenset(blocks), from_disk)
-        if self._events is not None and self._reach is not None:
+        if self._events is not None and self._retention is not None:
             spaces = self._spaces.of(adapter_of(request.lora_request))
             if spaces is not None:
-                self._events.restored(request, spaces, parts, local + external, self._reach.key)
+                self._events.restored(request, spaces, parts, local + external, self._retention.key)
         return Load(name, copies, blocks)
 
     def _covers(self, parts: Sequence[Part], tables: Sequence[list[int]], local: int, end: int) -> bool:

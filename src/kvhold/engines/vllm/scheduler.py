@@ -29,9 +29,9 @@ from kvhold.engines.vllm.hashes import hashing
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.names import engine_label, engine_of, instance_of, served_name
 from kvhold.engines.vllm.publishing import Handed, Publishing
-from kvhold.engines.vllm.reach import Reach
 from kvhold.engines.vllm.resets import Resets
 from kvhold.engines.vllm.restores import Restores
+from kvhold.engines.vllm.retention import Retention
 from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.engines.vllm.stats import KvHoldStats
 from kvhold.engines.vllm.topology import Topology
@@ -122,11 +122,11 @@ class SchedulerHalf:
 
     def bind_manager(self, manager: "KVCacheManager") -> None:
         """The engine has its block pool."""
-        reach = Reach(manager, self._groups)
+        retention = Retention(manager, self._groups)
         dtype = self._config.model_config.dtype
         self._spaces.bind(manager.block_pool, len(self._cache.kv_cache_groups), dtype)
-        self.restores.bind(manager, HitSearch(self._config, self._cache, manager, self._groups), reach)
-        self._publishing.bind(manager.block_pool, reach)
+        self.restores.bind(manager, HitSearch(self._config, self._cache, manager, self._groups), retention)
+        self._publishing.bind(manager.block_pool, retention)
         self.resets.bind(manager)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:

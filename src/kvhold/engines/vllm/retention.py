@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Reach:
+class Retention:
     """The kept ``groups`` of one engine, and what its managers know of each."""
 
     def __init__(self, manager: "KVCacheManager", groups: Sequence[Group]) -> None:
