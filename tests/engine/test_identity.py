@@ -478,8 +478,8 @@ def test_how_kv_is_quantised_is_part_of_the_identity(
         layouts = [read_layout(caches, group.layer_names, half._cache.num_blocks)]
 
         def described() -> tuple[bytes, bytes]:
-            parts = Topology.of(half._config.parallel_config).parts(1, alike=True)
-            common, stage = describe(half._config, half._cache, half._groups, layouts, parts, None)
+            shards = Topology.of(half._config.parallel_config).shards(1, alike=True)
+            common, stage = describe(half._config, half._cache, half._groups, layouts, shards, None)
             return digest(common), digest(stage)
 
         of_engine, of_stage = described()

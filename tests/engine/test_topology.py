@@ -70,14 +70,14 @@ def test_ranks_are_numbered_as_the_engine_numbers_them(grid: Topology, monkeypat
     for rank in range(grid.world):  # with one head for all, a rank's KV is that of its stage's layers and its tokens
         same = [other for other in range(grid.world) if held[other] == held[rank]]
         assert grid.owner(rank, replicas=grid.tensor, alike=True) == same[0]
-    assert len(grid.parts(grid.tensor, alike=True)) == grid.decode
+    assert len(grid.shards(grid.tensor, alike=True)) == grid.decode
 
 
 def test_heads_and_tokens_both_tell_ranks_apart() -> None:
     grid = Topology(tensor=8, prefill=1, decode=2, stages=1)
     owners = [grid.owner(rank, replicas=4, alike=True) for rank in range(8)]
     assert owners == [0, 1, 0, 1, 4, 5, 4, 5]
-    assert grid.parts(4, alike=True) == ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0))
+    assert grid.shards(4, alike=True) == ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0))
 
 
 def test_what_is_not_known_to_be_alike_is_stored_by_every_rank() -> None:

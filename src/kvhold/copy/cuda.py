@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvhold.client.arena import ArenaMapping
-from kvhold.copy.job import Job, Part
+from kvhold.copy.job import GroupCopy, Job
 from kvhold.copy.layout import LayerRun, PagedLayout
 
 _PIN_CHUNK = 256 << 20
@@ -71,8 +71,8 @@ class CudaCopier:
     def begin_publish(self, arena: ArenaMapping, group: int, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
         return self._begin(self._publishing, self._gather, arena, [(group, blocks, offsets)])
 
-    def begin_restore(self, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
-        return self._begin(self._restoring, self._scatter, arena, parts)
+    def begin_restore(self, arena: ArenaMapping, copies: Sequence[GroupCopy]) -> Job:
+        return self._begin(self._restoring, self._scatter, arena, copies)
 
     def advance(self) -> None:
         """Nothing to do: the device copies by itself."""
@@ -81,13 +81,13 @@ class CudaCopier:
         self._begun.put(None)
         self._thread.join()
 
-    def _begin(self, stream: torch.cuda.Stream, move: Any, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
-        job = Job(sum(len(blocks) * self._sizes[group] for group, blocks, _ in parts))
+    def _begin(self, stream: torch.cuda.Stream, move: Any, arena: ArenaMapping, copies: Sequence[GroupCopy]) -> Job:
+        job = Job(sum(len(blocks) * self._sizes[group] for group, blocks, _ in copies))
         keep: list[torch.Tensor] = []
         try:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                for group, blocks, offsets in parts:
+                for group, blocks, offsets in copies:
                     indices = torch.tensor(blocks, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
                     keep.append(indices)
                     for start in range(0, len(blocks), _STAGE_BLOCKS):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvhold.client.arena import ArenaMapping
-from kvhold.copy.job import Job, Part
+from kvhold.copy.job import GroupCopy, Job
 from kvhold.copy.layout import PagedLayout
 
 
@@ -20,8 +20,8 @@ class Copier(Protocol):
     def begin_publish(self, arena: ArenaMapping, group: int, blocks: Sequence[int], offsets: Sequence[int]) -> Job:
         """Copy ``blocks[i]`` to byte ``offsets[i]`` of ``arena`` after all that was submitted to the device so far."""
 
-    def begin_restore(self, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
-        """Copy ``arena`` to the blocks of ``parts`` after all that was submitted to the device so far."""
+    def begin_restore(self, arena: ArenaMapping, copies: Sequence[GroupCopy]) -> Job:
+        """Copy ``arena`` to the blocks of ``copies`` after all that was submitted to the device so far."""
 
     def unbind(self) -> None:
         """Forget where the KV cache is, once no copy reads or writes it. Nothing is begun until :meth:`bind`."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvhold.client.arena import ArenaMapping
-from kvhold.copy.job import Job, Part
+from kvhold.copy.job import GroupCopy, Job
 from kvhold.copy.layout import LayerRun, PagedLayout
 
 STEP_BYTES = 64 << 20
@@ -72,14 +72,14 @@ class HostCopier:
             job.end()
         return job
 
-    def begin_restore(self, arena: ArenaMapping, parts: Sequence[Part]) -> Job:
-        """Copy ``arena`` to the blocks of ``parts``, in :meth:`advance`."""
-        copies = [
+    def begin_restore(self, arena: ArenaMapping, copies: Sequence[GroupCopy]) -> Job:
+        """Copy ``arena`` to the blocks of ``copies``, in :meth:`advance`."""
+        objects = [
             (group, block, offset)
-            for group, blocks, offsets in parts
+            for group, blocks, offsets in copies
             for block, offset in zip(blocks, offsets, strict=True)
         ]
-        restore = _Restore(Job(sum(self._sizes[group] for group, _, _ in copies)), arena, copies)
+        restore = _Restore(Job(sum(self._sizes[group] for group, _, _ in objects)), arena, objects)
         self._waiting.append(restore)
         return restore.job
 

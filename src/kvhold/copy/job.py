@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-Part = tuple[int, Sequence[int], Sequence[int]]
+GroupCopy = tuple[int, Sequence[int], Sequence[int]]
 """(group, its blocks, byte offsets of their objects in the arena)."""
 
 

@@ -107,7 +107,7 @@ class Copies:
     # A copy that cannot be begun is a failed one, because somebody waits for its end.
 
     def _begin_load(self, plan: StepPlan, load: Load) -> Job:
-        if not load.parts:
+        if not load.copies:
             return _failed("what was promised cannot be had any more")
         try:
             arena = self.mappings.arena(plan.incarnation)
@@ -115,12 +115,12 @@ class Copies:
                 return _failed("its arena is gone")
             if not self._bound:
                 return _failed("the engine has taken its KV cache away")
-            parts = [
+            copies = [
                 (group, blocks, [offset + plan.starts[group][self._report.rank] for offset in offsets])
-                for group, blocks, offsets in load.parts
+                for group, blocks, offsets in load.copies
                 if self._report.shard_bytes[group]
             ]
-            return self._copier.begin_restore(arena, parts)
+            return self._copier.begin_restore(arena, copies)
         except Exception as error:  # noqa: BLE001 - see above
             return _failed(f"{type(error).__name__}: {error}")
 

@@ -4,16 +4,16 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-Copies = tuple[int, list[int], "array[int]"]
+GroupCopy = tuple[int, list[int], "array[int]"]
 """(group, blocks of it, the arena offset of each block's object)."""
 
 
 @dataclass(slots=True)
 class Load:
-    """Restore ``parts`` for a request; ``blocks`` are all that it waits for. No parts: report it as failed."""
+    """Restore ``copies`` for a request; ``blocks`` are all that it waits for. No copies: report it as failed."""
 
     request: str
-    parts: list[Copies]
+    copies: list[GroupCopy]
     blocks: list[int]
 
 

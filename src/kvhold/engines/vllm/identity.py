@@ -46,13 +46,13 @@ def describe(
     cache: "KVCacheConfig",
     groups: Sequence[Group],
     layouts: Sequence[PagedLayout],
-    parts: Sequence[tuple[int, int, int]],
+    shards: Sequence[tuple[int, int, int]],
     weights_id: str | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What makes KV incompatible, as plain data: equal on all ranks of an engine; and on those of a pipeline stage.
 
-    ``parts`` says of each part of an object which heads and tokens it has. ``weights_id`` is the operator's word on all
-    weights, if there is one.
+    ``shards`` says of each shard of an object which heads and tokens it has. ``weights_id`` is the operator's word on
+    all weights, if there is one.
     """
     model, kv, parallel = config.model_config, config.cache_config, config.parallel_config
     layers = config.compilation_config.static_forward_context
@@ -78,7 +78,7 @@ def describe(
             parallel.pipeline_parallel_size,
             parallel.decode_context_parallel_size,
             repr(getattr(parallel, "cp_kv_cache_interleave_size", None)),
-            list(parts),
+            list(shards),
         ],
         "device": [torch.device(layouts[0].device).type, _machine(layouts[0])],
     }

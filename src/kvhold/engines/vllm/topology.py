@@ -63,20 +63,20 @@ class Topology:
         return rank // self._ranks_of_a_stage
 
     def owner(self, rank: int, replicas: int, alike: bool) -> int:
-        """The first rank that holds the same KV as ``rank``, so that its part of an object is stored once.
+        """The first rank that holds the same KV as ``rank``, so that its shard of an object is stored once.
 
         ``replicas`` tensor-parallel ranks in a row hold the same heads. ``alike`` says that what a rank holds depends
         on its heads and its tokens alone, so that prefill ranks with the same of both hold the same.
         """
         in_stage = rank % self._ranks_of_a_stage
-        parts = [self._part(other, replicas, alike) for other in range(in_stage + 1)]
-        return rank - in_stage + parts.index(parts[in_stage])
+        shards = [self._shard(other, replicas, alike) for other in range(in_stage + 1)]
+        return rank - in_stage + shards.index(shards[in_stage])
 
-    def parts(self, replicas: int, alike: bool) -> tuple[tuple[int, int, int], ...]:
-        """The parts that a stage's ranks write of an object, in the order of those ranks."""
-        return tuple(dict.fromkeys(self._part(rank, replicas, alike) for rank in range(self._ranks_of_a_stage)))
+    def shards(self, replicas: int, alike: bool) -> tuple[tuple[int, int, int], ...]:
+        """The shards that a stage's ranks write of an object, in the order of those ranks."""
+        return tuple(dict.fromkeys(self._shard(rank, replicas, alike) for rank in range(self._ranks_of_a_stage)))
 
-    def _part(self, rank: int, replicas: int, alike: bool) -> tuple[int, int, int]:
+    def _shard(self, rank: int, replicas: int, alike: bool) -> tuple[int, int, int]:
         """(heads, tokens, prefill rank where that matters): equal for ranks of a stage that hold the same KV."""
         prefill, tensor = divmod(rank, self.tensor)
         tokens = (tensor * self.prefill + prefill) % self.decode

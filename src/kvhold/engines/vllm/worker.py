@@ -75,9 +75,9 @@ class WorkerHalf:
 
     def _describe(self, layouts: list[PagedLayout]) -> WorkerReport:
         same = replicas(self._config, self._cache), attention_alone(self._cache)
-        parts = self._topology.parts(*same)
+        shards = self._topology.shards(*same)
         common, stage = identity.describe(
-            self._config, self._cache, self._groups, layouts, parts, self._settings.weights_id
+            self._config, self._cache, self._groups, layouts, shards, self._settings.weights_id
         )
         sizes = tuple(layout.shard_bytes for layout in layouts)
         kinds = ", ".join(
