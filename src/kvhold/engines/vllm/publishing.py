@@ -295,12 +295,9 @@ class Publishing:
     def finish(self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()) -> None:
         """Publish what the last step of ``request`` completed; its blocks are still its own."""
         progress = self._open.get(request.request_id)
-        if (
-            progress is None
-            or self._retention is None
-            or not progress.computing
-            or not self._is_known(progress, last=True)
-        ):
+        if progress is None or self._retention is None or not progress.computing:
+            return
+        if not self._is_known(progress, last=True):
             return
         # The last token was sampled, and nothing was computed from it.
         settled = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
@@ -331,9 +328,8 @@ class Publishing:
         """Go on with what requests that are over have left, as far as there are slots and their blocks are theirs."""
         waiting, self._tails = self._tails, []
         for progress, tail in waiting:
-            current = progress.attachment == self._control.attachment and progress.spaces == self._spaces.to_store(
-                progress.request
-            )
+            spaces = self._spaces.to_store(progress.request)
+            current = progress.attachment == self._control.attachment and progress.spaces == spaces
             if not current or self._control.silent or not tail.waits:
                 continue
             if any(self._control.credit.get(space) for space in progress.spaces):
