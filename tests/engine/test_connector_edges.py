@@ -40,7 +40,7 @@ from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
-from kvhold.engines.common.questions import Part
+from kvhold.engines.common.questions import LeasedBlocks
 from kvhold.engines.common.ranks import WorkerReport
 from kvhold.engines.vllm import tails
 from kvhold.engines.vllm.connector import KvHoldConnector
@@ -71,7 +71,7 @@ class Answer:
     def __init__(self, number: int, hit: int, fails: bool = False) -> None:
         self.ticket = Ticket(number, 1, 1, 1e12)
         self.hit, self.fails = hit, fails
-        self.parts = [Part(0, range(hit // 16), array("Q", range(hit // 16)))]
+        self.leased = [LeasedBlocks(0, range(hit // 16), array("Q", range(hit // 16)))]
         self.reason, self.cut, self.junction = "not_stored", None, 0
         self.stored = (range(16, hit + 1, 16),)
 
@@ -80,8 +80,8 @@ class Answer:
             raise IndexError("an answer of a wrong length")
         return True
 
-    def part(self, tokens: int) -> list[Part] | None:
-        return self.parts if tokens == self.hit else None
+    def leased_for(self, tokens: int) -> list[LeasedBlocks] | None:
+        return self.leased if tokens == self.hit else None
 
 
 class Asking:
@@ -270,12 +270,12 @@ def test_a_restore_must_fill_just_the_blocks_that_the_engine_gave() -> None:
     """A missing destination would leave a block with another request's data; the engine's null block takes nothing."""
     half = object.__new__(Restores)
     half._groups = (FULL, STATES)
-    parts = [Part(0, range(1, 4), array("Q", range(3))), Part(1, (3,), array("Q", [9]))]
-    assert half._covers(parts, ([7, 8, 9, 10, 11], [0, 0, 0, 5]), 16, 64)
-    assert not half._covers(parts, ([7, 8, 0, 10, 11], [0, 0, 0, 5]), 16, 64), "a null destination"
-    assert not half._covers(parts, ([7, 8, 9, 10, 11], [0, 0, 0, 0]), 16, 64)
-    assert not half._covers(parts, ([7, 8, 9], [0, 0, 0, 5]), 16, 64), "a destination that is missing"
-    assert not half._covers(parts[:1], ([7, 8, 9, 10, 11], [0, 0, 0, 5]), 16, 64), "a block that nothing fills"
+    leased = [LeasedBlocks(0, range(1, 4), array("Q", range(3))), LeasedBlocks(1, (3,), array("Q", [9]))]
+    assert half._covers(leased, ([7, 8, 9, 10, 11], [0, 0, 0, 5]), 16, 64)
+    assert not half._covers(leased, ([7, 8, 0, 10, 11], [0, 0, 0, 5]), 16, 64), "a null destination"
+    assert not half._covers(leased, ([7, 8, 9, 10, 11], [0, 0, 0, 0]), 16, 64)
+    assert not half._covers(leased, ([7, 8, 9], [0, 0, 0, 5]), 16, 64), "a destination that is missing"
+    assert not half._covers(leased[:1], ([7, 8, 9, 10, 11], [0, 0, 0, 5]), 16, 64), "a block that nothing fills"
 
 
 # Publishing

@@ -16,7 +16,7 @@ from kvhold.client.budget import Budget
 from kvhold.client.channel import Channel
 from kvhold.threads import ENGINE, belongs_to
 
-Parts = tuple[tuple[int, bytes], ...]
+KeysBySpace = tuple[tuple[int, bytes], ...]
 """(space, keys one after the other), for each space."""
 SILENT_SECONDS = 0.25
 """A manager that was told something and has not made a turn for so long does not run."""
@@ -89,7 +89,7 @@ class Slots:
         del self.rows[keep:], self.offsets[keep:], self.epochs[keep:]
         return taken
 
-    def part(self, start: int, end: int) -> "Slots":
+    def between(self, start: int, end: int) -> "Slots":
         return Slots(self.rows[start:end], self.offsets[start:end], self.epochs[start:end])
 
 
@@ -267,18 +267,18 @@ class Control:
         self._asked[ticket.op] = _Asked(ticket)
         return ticket
 
-    def look(self, parts: Parts, former: Ticket | None = None) -> Ticket:
+    def look(self, keys: KeysBySpace, former: Ticket | None = None) -> Ticket:
         """Ask where (space, keys) are; nothing is leased. With ``former`` once more, as old as the question before."""
         ticket = self._new_operation()
         if former is not None:
             self._asked.pop(former.op, None)  # it was answered with nothing
             ticket = replace(ticket, since=former.since)
         self._asked[ticket.op] = _Asked(ticket, looks=True)
-        self._ask(wire.Lookup(ticket.op, parts))
+        self._ask(wire.Lookup(ticket.op, keys))
         return ticket
 
     def residency(self, ticket: Ticket, budget: Budget | None = None) -> tuple[bytes, ...] | None:
-        """Per part a byte for each key, 0 for what is nowhere; waited for like :meth:`answer`."""
+        """By space a byte for each key, 0 for what is nowhere; waited for like :meth:`answer`."""
         asked = self._latest(ticket.op, ticket.revision)
         if asked is not None and not asked.answered:
             self._await(asked, budget)
@@ -286,14 +286,14 @@ class Control:
             return None
         return asked.tiers
 
-    def prepare(self, looked: Ticket, parts: Parts, used: Parts) -> Ticket:
+    def prepare(self, looked: Ticket, keys: KeysBySpace, used: KeysBySpace) -> Ticket:
         """Ask for exactly these keys, all or none, after the look ``looked``; ``used`` ones only count as used."""
         ticket = replace(looked, revision=looked.revision + 1)
         self._asked[ticket.op] = _Asked(ticket)
-        self._ask(wire.Prepare(ticket.op, ticket.revision, parts, used=used))
+        self._ask(wire.Prepare(ticket.op, ticket.revision, keys, used=used))
         return ticket
 
-    def use(self, looked: Ticket, used: Parts) -> None:
+    def use(self, looked: Ticket, used: KeysBySpace) -> None:
         """Say that ``used`` are in use, after a look that led to nothing else."""
         self._asked.pop(looked.op, None)
         if used:
@@ -396,9 +396,9 @@ class Control:
         self._spend(space, len(slots))
         for start, end in _runs(held):
             first = held[start]
-            part, keys = slots.part(start, end), b"".join(chain[first : first + end - start])
+            some, keys = slots.between(start, end), b"".join(chain[first : first + end - start])
             before = chain[first - 1] if first else parent
-            rows, epochs = part.rows.tobytes(), part.epochs.tobytes()
+            rows, epochs = some.rows.tobytes(), some.epochs.tobytes()
             self._send(wire.Commit(space, before, depth + first, keys, rows, epochs, shards))
 
     def _spend(self, space: int, count: int) -> None:
@@ -409,8 +409,8 @@ class Control:
         """Return slots that nobody writes to."""
         self._spend(space, len(slots))
         for start in range(0, len(slots), MAX_BATCH):
-            part = slots.part(start, start + MAX_BATCH)
-            self._send(wire.Return(part.rows.tobytes(), part.epochs.tobytes()))
+            some = slots.between(start, start + MAX_BATCH)
+            self._send(wire.Return(some.rows.tobytes(), some.epochs.tobytes()))
 
     def bye(self) -> None:
         """End the session: nothing of this half is in use any more."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvhold.client.budget import Budget
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.common.accounts import Accounts
-from kvhold.engines.common.questions import Part, Question
+from kvhold.engines.common.questions import LeasedBlocks, Question
 from kvhold.threads import ENGINE, belongs_to
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Lookups:
         if lookup is not None and lookup.leased:
             self._release(lookup)
 
-    def take(self, request: str, tokens: int) -> tuple[Question, int, list[Part]] | None:
+    def take(self, request: str, tokens: int) -> tuple[Question, int, list[LeasedBlocks]] | None:
         """(question, its ``local``, what to restore) for ``tokens`` of a hit; the caller now owns the lease."""
         lookup = self._by_request.get(request)
         if lookup is None or lookup.closed or not lookup.leased or lookup.question is None:
@@ -143,11 +143,11 @@ class Lookups:
         if lookup.attachment != self._control.attachment:
             return None
         whole = tokens == lookup.question.hit
-        parts = lookup.question.parts if whole else lookup.question.part(tokens)
-        if parts is None or not self._control.start(lookup.question.ticket):
+        leased = lookup.question.leased if whole else lookup.question.leased_for(tokens)
+        if leased is None or not self._control.start(lookup.question.ticket):
             return None
         lookup.leased = False
-        return lookup.question, lookup.local, parts
+        return lookup.question, lookup.local, leased
 
     def drop(self, request: str) -> None:
         """Give up a request's question and lease, if it has any."""

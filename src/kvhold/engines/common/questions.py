@@ -65,7 +65,7 @@ class Search(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LeasedBlocks:
     """Blocks of one group to be restored: ``blocks[i]`` of a request's table from byte ``offsets[i]`` of the arena."""
 
     group: int
@@ -74,16 +74,16 @@ class Part:
 
 
 def tokens_from_disk(
-    parts: Sequence[Part], block_tokens: Sequence[int], read: Collection[int], local: int, end: int
+    leased: Sequence[LeasedBlocks], block_tokens: Sequence[int], read: Collection[int], local: int, end: int
 ) -> int:
     """Of tokens ``local`` to ``end``, those in a block that was read from SSD for them: to an offset in ``read``.
 
     ``block_tokens`` are those of a block, by group.
     """
     spans = sorted(
-        (max(local, block * block_tokens[part.group]), min(end, (block + 1) * block_tokens[part.group]))
-        for part in parts
-        for block, offset in zip(part.blocks, part.offsets, strict=True)
+        (max(local, block * block_tokens[one.group]), min(end, (block + 1) * block_tokens[one.group]))
+        for one in leased
+        for block, offset in zip(one.blocks, one.offsets, strict=True)
         if offset in read
     )
     tokens, reached = 0, local
@@ -96,16 +96,16 @@ def tokens_from_disk(
 class Question(ABC):
     """One request's question about ``local`` up to ``limit`` tokens, in the session it was asked in.
 
-    Once :meth:`progress` has said True, ``hit`` is how many tokens beyond ``local`` can be restored, from ``parts``,
-    which are leased under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it, ``junction`` as in
-    :class:`Hit`. ``stored[g]`` has the ends, in tokens, of what the manager had of the g-th group. ``read`` are the
-    offsets in ``parts`` to which it was read from SSD.
+    Once :meth:`progress` has said True, ``hit`` is how many tokens beyond ``local`` can be restored, from the blocks
+    that are ``leased`` under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it, ``junction`` as
+    in :class:`Hit`. ``stored[g]`` has the ends, in tokens, of what the manager had of the g-th group. ``read`` are the
+    offsets in ``leased`` to which it was read from SSD.
     """
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.hit = 0
-        self.parts: list[Part] = []
+        self.leased: list[LeasedBlocks] = []
         self.reason = "not_stored"
         self.cut: int | None = None
         self.junction = 0
@@ -125,8 +125,8 @@ class Question(ABC):
         """After :meth:`forgo`: whether ``stored`` is known now. Waits for nothing."""
 
     @abstractmethod
-    def part(self, tokens: int) -> list[Part] | None:
-        """What of ``parts`` restores the first ``tokens`` of the hit and no more; None if it takes something else."""
+    def leased_for(self, tokens: int) -> list[LeasedBlocks] | None:
+        """What of ``leased`` restores the first ``tokens`` of the hit and no more; None if it takes something else."""
 
 
 class ChainQuestion(Question):
@@ -161,7 +161,7 @@ class ChainQuestion(Question):
         self._take_resident(answer.resident)
         self.hit = len(offsets) * self._block_tokens
         self.read = _read(offsets, answer.read)
-        self.parts = [Part(0, range(self._first, self._first + len(offsets)), offsets)] if offsets else []
+        self.leased = [LeasedBlocks(0, range(self._first, self._first + len(offsets)), offsets)] if offsets else []
         self.reason = answer.reason or self.reason
         self.cut = 0
         return True
@@ -179,11 +179,11 @@ class ChainQuestion(Question):
             self._take_resident(answer.resident)
         return answer is not None
 
-    def part(self, tokens: int) -> list[Part] | None:
+    def leased_for(self, tokens: int) -> list[LeasedBlocks] | None:
         blocks, rest = divmod(tokens, self._block_tokens)
-        if rest or not self.parts or blocks > len(self.parts[0].offsets):
+        if rest or not self.leased or blocks > len(self.leased[0].offsets):
             return None
-        return [Part(0, self.parts[0].blocks[:blocks], self.parts[0].offsets[:blocks])]
+        return [LeasedBlocks(0, self.leased[0].blocks[:blocks], self.leased[0].offsets[:blocks])]
 
 
 class GroupsQuestion(Question):
@@ -219,8 +219,8 @@ class GroupsQuestion(Question):
         return self._hashes[tokens // self._search.hash_tokens - 1]
 
     def _look(self, former: Ticket | None) -> Ticket:
-        parts = tuple((space, b"".join(keys)) for space, keys in zip(self._spaces, self._keys, strict=True))
-        return self._control.look(parts, former)
+        keys = tuple((space, b"".join(mine)) for space, mine in zip(self._spaces, self._keys, strict=True))
+        return self._control.look(keys, former)
 
     def progress(self, budget: Budget | None) -> bool:
         while True:
@@ -276,12 +276,12 @@ class GroupsQuestion(Question):
         if self._wanted is None:
             self._control.use(self.ticket, used)
             return False
-        parts = tuple(
+        wanted = tuple(
             (space, b"".join(self._key_of(group, at) for at in needed))
             for group, (space, needed) in enumerate(zip(self._spaces, self._wanted.needed, strict=True))
             if needed
         )
-        self.ticket = self._control.prepare(self.ticket, parts, used)
+        self.ticket = self._control.prepare(self.ticket, wanted, used)
         return True
 
     def _key_of(self, group: int, block: int) -> bytes:
@@ -314,11 +314,11 @@ class GroupsQuestion(Question):
             at = 0
             for group, needed in enumerate(self._wanted.needed):
                 if needed:
-                    self.parts.append(Part(group, needed, offsets[at : at + len(needed)]))
+                    self.leased.append(LeasedBlocks(group, needed, offsets[at : at + len(needed)]))
                     at += len(needed)
             self.read = _read(offsets, read)
             if self._settling:  # what came in time was read for the question before
-                keys = (self._key_of(part.group, block) for part in self.parts for block in part.blocks)
+                keys = (self._key_of(one.group, block) for one in self.leased for block in one.blocks)
                 self.read = {offset for offset, key in zip(offsets, keys, strict=True) if key in self._awaited}
             return True
         self.reason = reason
@@ -336,9 +336,9 @@ class GroupsQuestion(Question):
             self.ticket = self._look(self.ticket)
         return False
 
-    def part(self, tokens: int) -> list[Part] | None:
+    def leased_for(self, tokens: int) -> list[LeasedBlocks] | None:
         if tokens == self.hit:
-            return self.parts
+            return self.leased
         if self._wanted is None or not 0 < tokens < self.hit:
             return None
         leased = [
@@ -347,10 +347,10 @@ class GroupsQuestion(Question):
         shorter = self._search.best(self._hashes, self._local, self._local + tokens, leased)
         if shorter.tokens != self._local + tokens:
             return None
-        by_group = {part.group: dict(zip(part.blocks, part.offsets, strict=True)) for part in self.parts}
+        by_group = {one.group: dict(zip(one.blocks, one.offsets, strict=True)) for one in self.leased}
         try:
             return [
-                Part(group, needed, array("Q", [by_group[group][at] for at in needed]))
+                LeasedBlocks(group, needed, array("Q", [by_group[group][at] for at in needed]))
                 for group, needed in enumerate(shorter.needed)
                 if needed
             ]

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvhold.client.control import Control, Ticket
 from kvhold.engines.common.groups import Group
-from kvhold.engines.common.questions import Part
+from kvhold.engines.common.questions import LeasedBlocks
 from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
@@ -144,19 +144,19 @@ class CacheEvents:
         self,
         request: "Request",
         spaces: Sequence[int],
-        parts: Sequence[Part],
+        leased: Sequence[LeasedBlocks],
         tokens: int,
         key: Callable[["Request", int], bytes],
     ) -> None:
-        """``parts`` are being restored, of a hit that ends after ``tokens``; ``key`` is that of so many tokens."""
-        for part in parts:
-            space, size = spaces[part.group], self._groups[part.group].block_tokens
+        """``leased`` are being restored, of a hit that ends after ``tokens``; ``key`` is that of so many tokens."""
+        for one in leased:
+            space, size = spaces[one.group], self._groups[one.group].block_tokens
             if space not in self._group_of or len(self._asked) >= _MOST_ASKED:
                 continue
             found: dict[bytes, Published] = {}
-            for block in part.blocks:
+            for block in one.blocks:
                 start, end = block * size, min((block + 1) * size, tokens)
-                if end % size == 0 or self._groups[part.group].handed:
+                if end % size == 0 or self._groups[one.group].handed:
                     name, parent = key(request, end), key(request, start) if start else b""
                     if name not in self._announced[space] and (space, name) not in self._open:
                         found[name] = Published(request, parent, start, end)

@@ -11,7 +11,7 @@ from kvhold.engines.common.doubt import Doubt
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import Load
-from kvhold.engines.common.questions import Part, Questions, tokens_from_disk
+from kvhold.engines.common.questions import LeasedBlocks, Questions, tokens_from_disk
 from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.vllm.adapters import adapter_of
 from kvhold.engines.vllm.admission import Admission
@@ -159,28 +159,27 @@ class Restores:
         taken = self._lookups.take(name, external)
         if taken is None:
             return None
-        question, local, parts = taken
-        if not self._covers(parts, tables, local, local + external):
+        question, local, leased = taken
+        if not self._covers(leased, tables, local, local + external):
             log.error("kvhold: the engine's blocks for a restore are not those of its hit; the request is computed")
             self._control.release((question.ticket,))
             return None
         copies = [
-            (part.group, [tables[self._groups[part.group].index][at] for at in part.blocks], part.offsets)
-            for part in parts
+            (one.group, [tables[self._groups[one.group].index][at] for at in one.blocks], one.offsets) for one in leased
         ]
         blocks = [block for _, mine, _ in copies for block in mine]
         sizes = [group.block_tokens for group in self._groups]
-        from_disk = tokens_from_disk(parts, sizes, question.read, local, local + external)
+        from_disk = tokens_from_disk(leased, sizes, question.read, local, local + external)
         self._under_way[name] = Restore(question.ticket, self._control.attachment, frozenset(blocks), from_disk)
         if self._events is not None and self._retention is not None:
             spaces = self._spaces.of(adapter_of(request.lora_request))
             if spaces is not None:
-                self._events.restored(request, spaces, parts, local + external, self._retention.key)
+                self._events.restored(request, spaces, leased, local + external, self._retention.key)
         return Load(name, copies, blocks)
 
-    def _covers(self, parts: Sequence[Part], tables: Sequence[list[int]], local: int, end: int) -> bool:
-        """Whether ``parts`` fill just the blocks that the engine has given for tokens ``local`` to ``end``."""
-        filled = {part.group: set(part.blocks) for part in parts}
+    def _covers(self, leased: Sequence[LeasedBlocks], tables: Sequence[list[int]], local: int, end: int) -> bool:
+        """Whether ``leased`` fill just the blocks that the engine has given for tokens ``local`` to ``end``."""
+        filled = {one.group: set(one.blocks) for one in leased}
         for at, group in enumerate(self._groups):
             table, mine = tables[group.index], filled.get(at, set())
             given = {
