@@ -138,24 +138,24 @@ def pending_steps(engine: Engine, keys: list[bytes]) -> list[float]:
     """CPU milliseconds of asking again for requests that are answered and wait to be admitted, per step."""
     from kvhold.engines.common.accounts import Accounts
     from kvhold.engines.common.groups import Group
-    from kvhold.engines.common.lookups import Lookups
+    from kvhold.engines.common.question import Asker
     from kvhold.engines.common.questions import Questions
 
     group = Group(0, "full attention", 16, handed=False, whole=True, window=0)
     search: Any = SimpleNamespace()  # a chain needs none
-    questions = Questions(engine.control, (group,))
-    questions.bind(search, drops_last=False)
-    lookups = Lookups(engine.control, engine.budget, Accounts(), questions, patience=lambda tokens: 10.0)
+    asker = Asker(engine.control, (group,))
+    asker.bind(search, drops_last=False)
+    questions = Questions(engine.control, engine.budget, Accounts(), asker, patience=lambda tokens: 10.0)
     names = [f"request {number}" for number in range(PENDING)]
     times = []
     for step in range(220):
         begun = time.thread_time()
         engine.control.take_up()
-        found = [lookups.find(name, 0, 16 * len(keys), (1,), keys) for name in names]
+        found = [questions.find(name, 0, 16 * len(keys), (1,), keys) for name in names]
         if step >= 20:
             times.append((time.thread_time() - begun) * 1e3)
             assert found == [16 * len(keys)] * PENDING
-    lookups.drop_all()
+    questions.drop_all()
     return times
 
 

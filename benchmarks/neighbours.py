@@ -383,9 +383,9 @@ def come_and_go(path: Path) -> None:
         engine.store(keys)
         for count in range(64, 257, 64):
             engine.control.take_up()
-            ticket = engine.control.ask(1, 0, b"".join(keys[:count]))
-            engine.control.answer(ticket)  # some of it, or none, where others have stored much meanwhile
-            engine.control.release((ticket,))
+            question = engine.control.ask(1, 0, b"".join(keys[:count]))
+            engine.control.answer(question)  # some of it, or none, where others have stored much meanwhile
+            engine.control.release((question,))
         engine.control.bye()
         engine.worker.bye()
         engine.worker.close()

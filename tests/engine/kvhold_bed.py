@@ -141,7 +141,7 @@ def check_nothing_held(llm: LLM, free_at_start: int, socket: Path | None = None)
     assert not half.restores._under_way
     assert not half.restores.loads
     assert not half.restores._failed
-    assert not half._lookups._by_request
+    assert not half._questions._by_request
     assert not half._publishing._open
     if has_kv_transfer_group():  # the worker half is in this process
         assert not worker_side().copies.loads

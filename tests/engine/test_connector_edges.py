@@ -31,16 +31,16 @@ from vllm.v1.request import Request
 
 from kvhold import protocol as wire
 from kvhold.client.budget import Budget
-from kvhold.client.control import Control, Geometry, Slots, Ticket
+from kvhold.client.control import Control, Geometry, QuestionId, Slots
 from kvhold.copy.job import Job
 from kvhold.engines.common import spaces
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.groups import Group
-from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import CopyReport, Load, Publish, StepPlan
-from kvhold.engines.common.questions import LeasedBlocks
+from kvhold.engines.common.question import LeasedBlocks
+from kvhold.engines.common.questions import Questions
 from kvhold.engines.common.ranks import WorkerReport
 from kvhold.engines.vllm import tails
 from kvhold.engines.vllm.connector import KvHoldConnector
@@ -69,7 +69,7 @@ class Answer:
     """A question that was answered: ``hit`` tokens, of which all blocks are there."""
 
     def __init__(self, number: int, hit: int, fails: bool = False) -> None:
-        self.ticket = Ticket(number, 1, 1, 1e12)
+        self.id = QuestionId(number, 1, 1, 1e12)
         self.hit, self.fails = hit, fails
         self.leased = [LeasedBlocks(0, range(hit // 16), array("Q", range(hit // 16)))]
         self.reason, self.cut, self.junction = "not_stored", None, 0
@@ -85,7 +85,7 @@ class Answer:
 
 
 class Asking:
-    """Lookups whose questions are :class:`Answer`; ``asked`` counts them, ``released`` are those given up."""
+    """Each of its questions is an :class:`Answer`; ``asked`` counts them, ``released`` are those given up."""
 
     def __init__(self, hit: int = 64, fails: bool = False) -> None:
         self.asked = 0
@@ -93,21 +93,21 @@ class Asking:
         self.control: Any = SimpleNamespace(
             attachment=1,
             silent=False,
-            overdue=lambda ticket, patience: False,
-            reading=lambda ticket: False,
-            start=lambda ticket: True,
-            release=lambda tickets: self.released.extend(ticket.op for ticket in tickets),
+            overdue=lambda question, patience: False,
+            reading=lambda question: False,
+            start=lambda question: True,
+            release=lambda questions: self.released.extend(question.op for question in questions),
         )
         self.hit, self.fails = hit, fails
         self.accounts = Accounts()
-        self.lookups = Lookups(self.control, Budget(0.0), self.accounts, self, patience=lambda tokens: 1.0)
+        self.questions = Questions(self.control, Budget(0.0), self.accounts, self, patience=lambda tokens: 1.0)
 
     def ask(self, *_: Any) -> Any:
         self.asked += 1
         return Answer(self.asked, self.hit, self.fails)
 
     def find(self, request: str = "r", local: int = 0, limit: int = 96) -> int | None:
-        return self.lookups.find(request, local, limit, (), ())
+        return self.questions.find(request, local, limit, (), ())
 
 
 def test_a_request_asks_once_until_what_it_asks_about_changes() -> None:
@@ -129,12 +129,12 @@ def test_the_end_of_a_request_and_a_reset_give_questions_up() -> None:
     asking = Asking()
     for name in ("a", "b", "c"):
         asking.find(name)
-    asking.lookups.drop("b")
+    asking.questions.drop("b")
     assert asking.released == [2]
-    asking.lookups.drop("b")
-    asking.lookups.drop_all()
+    asking.questions.drop("b")
+    asking.questions.drop_all()
     assert asking.released == [2, 1, 3]
-    assert asking.lookups.take("a", 64) is None
+    assert asking.questions.take("a", 64) is None
     asking.find("a")
     assert asking.asked == 4, "a request of the same name is another one"
 
@@ -143,7 +143,7 @@ def test_a_search_that_fails_is_a_miss_and_leaves_nothing_to_others() -> None:
     asking = Asking(fails=True)
     assert asking.find("a") == 0
     assert asking.released == [1]
-    assert asking.lookups.take("a", 64) is None
+    assert asking.questions.take("a", 64) is None
     assert asking.accounts.data["tokens_missed_error"] == 96
     asking.fails = False
     assert asking.find("b") == 64
@@ -153,28 +153,28 @@ def test_an_admission_without_a_restore_gives_the_lease_back_and_keeps_what_is_k
     """The engine says so, too, when a restore has arrived; what is there must not be stored once more."""
     asking = Asking()
     asking.find()
-    asking.lookups.settle("r")
-    asking.lookups.settle("r")
+    asking.questions.settle("r")
+    asking.questions.settle("r")
     assert asking.released == [1]
-    assert asking.lookups.take("r", 64) is None
-    assert asking.lookups.stored("r") == (range(16, 65, 16),)
+    assert asking.questions.take("r", 64) is None
+    assert asking.questions.stored("r") == (range(16, 65, 16),)
     restored = Asking()
     restored.find()
-    taken = restored.lookups.take("r", 64)
+    taken = restored.questions.take("r", 64)
     assert taken is not None
-    restored.lookups.settle("r")  # the second call, of a restore that arrived
+    restored.questions.settle("r")  # the second call, of a restore that arrived
     assert restored.released == [], "whoever took the lease ends it"
-    assert restored.lookups.stored("r") == (range(16, 65, 16),)
+    assert restored.questions.stored("r") == (range(16, 65, 16),)
 
 
 def test_only_what_was_found_is_taken() -> None:
     asking = Asking()
     asking.find()
-    assert asking.lookups.take("r", 80) is None
-    assert asking.lookups.take("nobody", 64) is None
-    taken = asking.lookups.take("r", 64)
+    assert asking.questions.take("r", 80) is None
+    assert asking.questions.take("nobody", 64) is None
+    taken = asking.questions.take("r", 64)
     assert taken is not None
-    assert asking.lookups.take("r", 64) is None, "once"
+    assert asking.questions.take("r", 64) is None, "once"
 
 
 # Where a prompt can be resumed
@@ -306,8 +306,8 @@ class Storing:
         self.accounts = Accounts()
         self.batches = Batches(self.control, self.accounts, SimpleNamespace(sure=lambda *_: True))  # type: ignore
         where: Any = SimpleNamespace(to_store=lambda _: spaces)
-        lookups: Any = SimpleNamespace(stored=lambda _: stored)
-        self.publishing = Publishing(self.control, self.batches, where, lookups, None, decode, True)
+        asked: Any = SimpleNamespace(stored=lambda _: stored)
+        self.publishing = Publishing(self.control, self.batches, where, asked, None, decode, True)
         self.blocks = [Block(number) for number in range(1000)]
         for block in self.blocks:
             block.block_hash = b"%d" % block
@@ -759,7 +759,7 @@ def test_an_idle_engine_does_not_go_on_for_a_manager_that_says_nothing(monkeypat
     monkeypatch.setattr("kvhold.engines.vllm.events.time.monotonic", lambda: now)
     events.expect(7, key, published())
     events.stored(7, [key])
-    events._control.look = lambda parts: Ticket(1, 1, 1, now)  # type: ignore[method-assign]
+    events._control.look = lambda parts: QuestionId(1, 1, 1, now)  # type: ignore[method-assign]
     events.begun((8,))  # the next session is asked what is left of it
     assert events.awaited
     now += 2
@@ -848,7 +848,7 @@ def test_of_many_announced_blocks_each_step_asks_about_a_few() -> None:
 
 def test_what_was_announced_of_a_closed_space_is_withdrawn_bit_by_bit() -> None:
     events, many, slot = routing(), keys(3000), published()
-    events._control.release = lambda tickets: None  # type: ignore[method-assign]
+    events._control.release = lambda questions: None  # type: ignore[method-assign]
     events.opened((8,))
     for key in many:
         events.expect(8, key, slot)
@@ -872,9 +872,9 @@ def test_of_two_questions_about_a_block_the_later_one_counts(last: int) -> None:
     events, [key] = routing(), keys(1)
     answers: dict[int, tuple[bytes, ...]] = {}
     control: Any = events._control
-    control.look = lambda parts: Ticket(len(events._asked) + 1, 1, 1, time.monotonic())
-    control.residency = lambda ticket: answers.get(ticket.op)
-    control.release = lambda tickets: None
+    control.look = lambda parts: QuestionId(len(events._asked) + 1, 1, 1, time.monotonic())
+    control.residency = lambda question: answers.get(question.op)
+    control.release = lambda questions: None
     events._ask(7, [key], {key: published()})
     events.removed(7, [key])
     events._ask(7, [key], {key: published()})

@@ -243,9 +243,9 @@ def _fail(*_: object) -> None:
 @pytest.mark.parametrize(
     ("half", "method"),
     [
-        ("kvhold.engines.common.lookups.Lookups", "find"),
-        ("kvhold.engines.common.lookups.Lookups", "take"),
-        ("kvhold.engines.common.lookups.Lookups", "settle"),
+        ("kvhold.engines.common.questions.Questions", "find"),
+        ("kvhold.engines.common.questions.Questions", "take"),
+        ("kvhold.engines.common.questions.Questions", "settle"),
         ("kvhold.engines.vllm.publishing.Publishing", "plan"),
         ("kvhold.engines.vllm.publishing.Publishing", "admit"),
         ("kvhold.engines.common.mappings.Mappings", "arena"),

@@ -131,7 +131,7 @@ def test_a_restore_that_cannot_begin_concerns_no_other_request(
             step(llm)
         computed = scheduler(llm).requests[name].num_computed_tokens
         start = Control.start
-        monkeypatch.setattr(Control, "start", lambda control, ticket: start(control, ticket) and False)
+        monkeypatch.setattr(Control, "start", lambda control, question: start(control, question) and False)
         add(llm, "failing", failing, 4)
         done: dict[str, Output] = {}
 

@@ -8,7 +8,7 @@ from bed import generate, prompt, reference
 from kvhold_bed import attached, check_identity, counting, in_step_with_others, scheduler_side, serving, until
 from manager_process import Manager
 
-from kvhold.engines.common import lookups, patience
+from kvhold.engines.common import patience, questions
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
@@ -60,7 +60,7 @@ def test_hits_that_are_worth_it_are_waited_for(llama_dir: Path, slow: Manager, m
 def test_what_came_too_late_for_a_hit_is_not_stored_again(
     llama_dir: Path, slow: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "_LATE_SECONDS", 60.0)
+    monkeypatch.setattr(questions, "_LATE_SECONDS", 60.0)
     with serving(llama_dir, slow) as llm, counting() as counts:
         generate(llm, PROMPTS)
         assert counts["blocks_published"] == 36

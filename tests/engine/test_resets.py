@@ -138,7 +138,7 @@ def test_a_reset_that_fails_is_not_reported_as_done(
         stored(llm, manager, 24)
         half = scheduler_side(llm)
         outdated = half._spaces.outdated
-        for part, name in ((half._lookups, "drop_all"), (half._publishing, "forget_all"), (outdated, "mark")):
+        for part, name in ((half._questions, "drop_all"), (half._publishing, "forget_all"), (outdated, "mark")):
             with monkeypatch.context() as patch:
                 patch.setattr(part, name, lambda *_: 1 // 0)
                 assert llm.reset_prefix_cache(reset_connector=True) is False

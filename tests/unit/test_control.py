@@ -48,11 +48,11 @@ def test_a_manager_that_makes_no_turn_after_a_question_is_silent_until_it_makes_
     asking, line = attached()
     clock[0] += 100
     assert not asking.silent, "it was told nothing"
-    ticket = asking.ask(1, 0, b"k" * 32)
+    question = asking.ask(1, 0, b"k" * 32)
     clock[0] += 0.2
     assert not asking.silent
-    assert asking.overdue(ticket, 0.1)
-    asking.release((ticket,))
+    assert asking.overdue(question, 0.1)
+    asking.release((question,))
     asking.ask(1, 0, b"k" * 32)
     clock[0] += 0.06
     assert asking.silent, "later questions do not make it any livelier"
@@ -65,16 +65,16 @@ def test_a_manager_that_makes_no_turn_after_a_question_is_silent_until_it_makes_
 def test_a_slow_manager_is_not_a_silent_one(clock: list[float]) -> None:
     asking, line = attached()
     for _ in range(20):
-        ticket = asking.ask(1, 0, b"k" * 32)
+        question = asking.ask(1, 0, b"k" * 32)
         clock[0] += 0.1
         line.turns += 1
         assert not asking.silent
-        assert not asking.overdue(ticket, 0.2), "it is waited for as long as the hit is worth"
+        assert not asking.overdue(question, 0.2), "it is waited for as long as the hit is worth"
         clock[0] += 0.1
         line.turns += 1
-        assert asking.overdue(ticket, 0.15)
+        assert asking.overdue(question, 0.15)
         assert not asking.silent, "others are asked all the same"
-        asking.release((ticket,))
+        asking.release((question,))
 
 
 def test_a_manager_that_does_not_read_is_not_asked_more(clock: list[float]) -> None:
@@ -87,42 +87,42 @@ def test_a_manager_that_does_not_read_is_not_asked_more(clock: list[float]) -> N
 
 def test_what_is_leased_for_a_forgone_question_is_given_up_as_its_answer_comes(clock: list[float]) -> None:
     asking, line = attached()
-    ticket = asking.ask(1, 0, b"k" * 64)
-    asking.forgo(ticket)
-    line.inbox.append(wire.Answer(ticket.op, ticket.revision, 2, b"o" * 16, ""))
-    learned = asking.answer(ticket)
+    question = asking.ask(1, 0, b"k" * 64)
+    asking.forgo(question)
+    line.inbox.append(wire.Answer(question.op, question.revision, 2, b"o" * 16, ""))
+    learned = asking.answer(question)
     assert learned is not None
     assert (learned.resident, learned.offsets) == (2, b"")
-    assert line.sent[-1] == wire.Release(((ticket.op, ticket.revision),))
+    assert line.sent[-1] == wire.Release(((question.op, question.revision),))
 
 
 def test_nothing_is_read_from_a_disk_for_a_forgone_question(clock: list[float]) -> None:
     asking, line = attached()
-    ticket = asking.ask(1, 0, b"k" * 64)
-    asking.forgo(ticket)
-    line.inbox.append(wire.Waiting(ticket.op, ticket.revision, 1))
-    assert asking.answer(ticket) is None
-    assert line.sent[-1] == wire.Release(((ticket.op, ticket.revision),))
-    assert asking.overdue(ticket, 100.0), "no answer comes"
+    question = asking.ask(1, 0, b"k" * 64)
+    asking.forgo(question)
+    line.inbox.append(wire.Waiting(question.op, question.revision, 1))
+    assert asking.answer(question) is None
+    assert line.sent[-1] == wire.Release(((question.op, question.revision),))
+    assert asking.overdue(question, 100.0), "no answer comes"
 
 
 def test_an_answer_that_waits_for_a_disk_has_more_time(clock: list[float]) -> None:
     asking, line = attached()
-    ticket = asking.ask(1, 0, b"k" * 32)
-    line.inbox.append(wire.Waiting(ticket.op, ticket.revision, 1))
+    question = asking.ask(1, 0, b"k" * 32)
+    line.inbox.append(wire.Waiting(question.op, question.revision, 1))
     asking.pump()
-    assert asking.reading(ticket)
+    assert asking.reading(question)
     clock[0] += 2.0
-    assert asking.answer(ticket) is None
-    assert not asking.overdue(ticket, 0.03)
+    assert asking.answer(question) is None
+    assert not asking.overdue(question, 0.03)
     assert not [message for message in line.sent if isinstance(message, wire.Hurry)]
     clock[0] += 1.0
     for _ in range(2):  # it is asked for what is there, once, and has as long to say so as for any other answer
-        assert asking.answer(ticket) is None
-        assert [m for m in line.sent if isinstance(m, wire.Hurry)] == [wire.Hurry(ticket.op, ticket.revision)]
-        assert not asking.overdue(ticket, 0.03)
+        assert asking.answer(question) is None
+        assert [m for m in line.sent if isinstance(m, wire.Hurry)] == [wire.Hurry(question.op, question.revision)]
+        assert not asking.overdue(question, 0.03)
     clock[0] += 0.05
-    assert asking.overdue(ticket, 0.03)
+    assert asking.overdue(question, 0.03)
 
 
 def test_the_answer_of_an_earlier_revision_is_not_the_later_ones(clock: list[float]) -> None:
@@ -141,19 +141,19 @@ def test_the_answer_of_an_earlier_revision_is_not_the_later_ones(clock: list[flo
 
 def test_a_lease_that_ended_by_itself_is_forgotten(clock: list[float]) -> None:
     asking, line = attached()
-    tickets = [asking.ask(1, 0, b"k" * 32) for _ in range(3)]
-    line.inbox += [wire.Answer(each.op, each.revision, 1, b"o" * 8, "") for each in tickets]
-    line.inbox += [wire.Expired(each.op, each.revision) for each in tickets]
+    questions = [asking.ask(1, 0, b"k" * 32) for _ in range(3)]
+    line.inbox += [wire.Answer(each.op, each.revision, 1, b"o" * 8, "") for each in questions]
+    line.inbox += [wire.Expired(each.op, each.revision) for each in questions]
     asking.pump()
     assert not asking._asked
     line.sent.clear()
-    asking.release(tickets)
+    asking.release(questions)
     assert not line.sent
 
 
 def test_who_does_not_wait_asks_again_and_who_does_has_a_budget(clock: list[float]) -> None:
     asking, line = attached()
-    ticket = asking.ask(1, 0, b"k" * 32)
+    question = asking.ask(1, 0, b"k" * 32)
     waits: list[float] = []
 
     def receive(wait: float) -> list[Any]:
@@ -163,14 +163,14 @@ def test_who_does_not_wait_asks_again_and_who_does_has_a_budget(clock: list[floa
 
     line.receive = receive  # type: ignore[method-assign]
     budget = Budget(0.25 / 16)
-    assert asking.answer(ticket) is None
+    assert asking.answer(question) is None
     assert waits == [0.0]
-    assert asking.answer(ticket, budget) is None
-    assert asking.answer(ticket, budget) is None
+    assert asking.answer(question, budget) is None
+    assert asking.answer(question, budget) is None
     assert waits == [0.0, 0.0, 0.25 / 16, 0.0], "it is spent"
     assert (budget.waited, budget.exhausted) == (0.25 / 16, 1)
     budget.renew()
-    assert asking.answer(ticket, budget) is None
+    assert asking.answer(question, budget) is None
     assert (budget.waited, budget.exhausted) == (0.25 / 8, 2)
 
 
@@ -208,16 +208,16 @@ def test_a_commit_names_any_rows(clock: list[float], at: list[int] | None, runs:
 @pytest.mark.parametrize("how", ["in time", "late", "expired", "unsent"])
 def test_a_restore_begins_only_if_its_lease_is_sure(how: str, clock: list[float]) -> None:
     asking, line = attached()
-    ticket = asking.ask(1, 0, b"k" * 32)
-    line.inbox.append(wire.Answer(ticket.op, ticket.revision, 1, b"o" * 8, ""))
-    assert asking.answer(ticket) is not None
+    question = asking.ask(1, 0, b"k" * 32)
+    line.inbox.append(wire.Answer(question.op, question.revision, 1, b"o" * 8, ""))
+    assert asking.answer(question) is not None
     if how == "late":
         clock[0] += wire.RESTORE_WITHIN
     if how == "expired":
-        line.inbox.append(wire.Expired(ticket.op, ticket.revision))
+        line.inbox.append(wire.Expired(question.op, question.revision))
         asking.pump()
     line.drained = how != "unsent"
-    assert asking.start(ticket) is (how == "in time")
+    assert asking.start(question) is (how == "in time")
 
 
 def test_credits_that_are_asked_back_are_returned_as_far_as_they_are_idle(clock: list[float]) -> None:

@@ -179,7 +179,7 @@ class Subject(KvHoldConnector):
         if (
             wanted and request.request_id in half.restores._admission._withheld
         ):  # found, but kept back as its failure could stop the engine
-            found, found_async = half._lookups._by_request[request.request_id].question.hit, True
+            found, found_async = half._questions._by_request[request.request_id].question.hit, True
         if wanted and end > computed:
             assert found is not None, f"kvhold had no answer for {request.request_id} within a second"
             assert found >= end - computed, f"kvhold finds {found} of {end - computed} tokens of {request.request_id}"

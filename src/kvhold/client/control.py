@@ -45,7 +45,7 @@ def padded(shard: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class QuestionId:
     """A question: which request's (``op``), with which inputs (``revision``), asked in which session and when."""
 
     op: int
@@ -58,7 +58,7 @@ class Ticket:
 class _Asked:
     """What is known of an operation that holds something or may: its latest revision."""
 
-    ticket: Ticket
+    id: QuestionId
     answer: wire.Answer | None = None
     tiers: tuple[bytes, ...] | None = None  # the answer to a look
     looks: bool = False  # and holds nothing
@@ -178,7 +178,7 @@ class Control:
                 if asked := self._latest(op, revision):
                     asked.waiting = True
                     if asked.forgone:
-                        self.release((asked.ticket,))  # it shall not be read for nobody
+                        self.release((asked.id,))  # it shall not be read for nobody
             case wire.Expired(op, revision):
                 if self._latest(op, revision):
                     del self._asked[op]  # it holds nothing any more
@@ -251,128 +251,128 @@ class Control:
             self._told, self._turns = time.monotonic(), self._channel.turns
         self._send(question)
 
-    def ask(self, space: int, skip: int, keys: bytes, former: Ticket | None = None) -> Ticket:
+    def ask(self, space: int, skip: int, keys: bytes, former: QuestionId | None = None) -> QuestionId:
         """Ask for a chain. What the same request asked before is void from now on, and what it leased is given up."""
         if former is not None and former.op in self._asked:
-            ticket = Ticket(former.op, former.revision + 1, self.attachment, time.monotonic())
-            self._asked[ticket.op] = _Asked(ticket)
+            question = QuestionId(former.op, former.revision + 1, self.attachment, time.monotonic())
+            self._asked[question.op] = _Asked(question)
         else:
-            ticket = self._new_operation()
-        self._ask(wire.Query(ticket.op, ticket.revision, space, skip, keys))
-        return ticket
+            question = self._new_operation()
+        self._ask(wire.Query(question.op, question.revision, space, skip, keys))
+        return question
 
-    def _new_operation(self) -> Ticket:
-        ticket = Ticket(self._next_op, 1, self.attachment, time.monotonic())
+    def _new_operation(self) -> QuestionId:
+        question = QuestionId(self._next_op, 1, self.attachment, time.monotonic())
         self._next_op += 1
-        self._asked[ticket.op] = _Asked(ticket)
-        return ticket
+        self._asked[question.op] = _Asked(question)
+        return question
 
-    def look(self, keys: KeysBySpace, former: Ticket | None = None) -> Ticket:
+    def look(self, keys: KeysBySpace, former: QuestionId | None = None) -> QuestionId:
         """Ask where (space, keys) are; nothing is leased. With ``former`` once more, as old as the question before."""
-        ticket = self._new_operation()
+        question = self._new_operation()
         if former is not None:
             self._asked.pop(former.op, None)  # it was answered with nothing
-            ticket = replace(ticket, since=former.since)
-        self._asked[ticket.op] = _Asked(ticket, looks=True)
-        self._ask(wire.Lookup(ticket.op, keys))
-        return ticket
+            question = replace(question, since=former.since)
+        self._asked[question.op] = _Asked(question, looks=True)
+        self._ask(wire.Lookup(question.op, keys))
+        return question
 
-    def residency(self, ticket: Ticket, budget: Budget | None = None) -> tuple[bytes, ...] | None:
+    def residency(self, question: QuestionId, budget: Budget | None = None) -> tuple[bytes, ...] | None:
         """By space a byte for each key, 0 for what is nowhere; waited for like :meth:`answer`."""
-        asked = self._latest(ticket.op, ticket.revision)
+        asked = self._latest(question.op, question.revision)
         if asked is not None and not asked.answered:
             self._await(asked, budget)
-        if asked is None or self._asked.get(ticket.op) is not asked:
+        if asked is None or self._asked.get(question.op) is not asked:
             return None
         return asked.tiers
 
-    def prepare(self, looked: Ticket, keys: KeysBySpace, used: KeysBySpace) -> Ticket:
+    def prepare(self, looked: QuestionId, keys: KeysBySpace, used: KeysBySpace) -> QuestionId:
         """Ask for exactly these keys, all or none, after the look ``looked``; ``used`` ones only count as used."""
-        ticket = replace(looked, revision=looked.revision + 1)
-        self._asked[ticket.op] = _Asked(ticket)
-        self._ask(wire.Prepare(ticket.op, ticket.revision, keys, used=used))
-        return ticket
+        question = replace(looked, revision=looked.revision + 1)
+        self._asked[question.op] = _Asked(question)
+        self._ask(wire.Prepare(question.op, question.revision, keys, used=used))
+        return question
 
-    def use(self, looked: Ticket, used: KeysBySpace) -> None:
+    def use(self, looked: QuestionId, used: KeysBySpace) -> None:
         """Say that ``used`` are in use, after a look that led to nothing else."""
         self._asked.pop(looked.op, None)
         if used:
             self._send(wire.Prepare(looked.op, looked.revision + 1, (), used=used))
 
-    def cut(self, ticket: Ticket, space: int, key: bytes, block: int) -> None:
+    def cut(self, question: QuestionId, space: int, key: bytes, block: int) -> None:
         """For whoever wants it explained: what was asked for ended where ``key``, at ``block``, is missing."""
-        self._send(wire.Cut(ticket.op, space, key, block))
+        self._send(wire.Cut(question.op, space, key, block))
 
     def _latest(self, op: int, revision: int) -> _Asked | None:
         """The operation, if that is what it was asked last."""
         asked = self._asked.get(op)
-        return asked if asked is not None and asked.ticket.revision == revision else None
+        return asked if asked is not None and asked.id.revision == revision else None
 
-    def answer(self, ticket: Ticket, budget: Budget | None = None) -> wire.Answer | None:
+    def answer(self, question: QuestionId, budget: Budget | None = None) -> wire.Answer | None:
         """The answer to a question; None if it is not here yet, nor comes within what is left of ``budget``, if any."""
-        asked = self._latest(ticket.op, ticket.revision)
+        asked = self._latest(question.op, question.revision)
         if asked is not None and not asked.answered:
             self._await(asked, budget)
-        if asked is None or asked.answer is None or self._asked.get(ticket.op) is not asked:
+        if asked is None or asked.answer is None or self._asked.get(question.op) is not asked:
             return None
         if not asked.answer.offsets:
-            del self._asked[ticket.op]  # it holds nothing: there is nothing to give up
+            del self._asked[question.op]  # it holds nothing: there is nothing to give up
         return asked.answer
 
     def _await(self, asked: _Asked, budget: Budget | None) -> None:
         self.pump()
-        ticket = asked.ticket
-        if asked.waiting and not asked.hurried and time.monotonic() - ticket.since >= self._read_seconds:
+        question = asked.id
+        if asked.waiting and not asked.hurried and time.monotonic() - question.since >= self._read_seconds:
             asked.hurried = True
-            self._send(wire.Hurry(ticket.op, ticket.revision))
+            self._send(wire.Hurry(question.op, question.revision))
         if budget is None or self.silent:
             return
         while not asked.answered and not asked.waiting and self._asked and budget.left > 0:
             budget.spend(self.pump)
 
-    def left(self, ticket: Ticket, patience: float) -> float:
+    def left(self, question: QuestionId, patience: float) -> float:
         """Seconds for which an answer is still to be waited for, which is worth ``patience``; 0 if none can come."""
-        asked = self._latest(ticket.op, ticket.revision)
+        asked = self._latest(question.op, question.revision)
         if asked is None or self.silent:
             return 0.0
-        return ticket.since + patience + (self._read_seconds if asked.waiting else 0.0) - time.monotonic()
+        return question.since + patience + (self._read_seconds if asked.waiting else 0.0) - time.monotonic()
 
-    def overdue(self, ticket: Ticket, patience: float) -> bool:
+    def overdue(self, question: QuestionId, patience: float) -> bool:
         """Whether an answer will not be waited for any longer."""
-        return self.left(ticket, patience) <= 0
+        return self.left(question, patience) <= 0
 
-    def forgo(self, ticket: Ticket) -> None:
-        """Restore nothing of what ``ticket`` asked for; its answer may still come, and what it leases is given up."""
-        asked = self._latest(ticket.op, ticket.revision)
+    def forgo(self, question: QuestionId) -> None:
+        """Restore nothing of what ``question`` asked for; its answer may still come, and what it leases is given up."""
+        asked = self._latest(question.op, question.revision)
         if asked is not None and (asked.answered or asked.waiting):
-            self.release((ticket,))
+            self.release((question,))
         elif asked is not None:
             asked.forgone = True
 
-    def reading(self, ticket: Ticket) -> bool:
+    def reading(self, question: QuestionId) -> bool:
         """Whether the manager has said that it reads what was asked for from a disk."""
-        asked = self._latest(ticket.op, ticket.revision)
+        asked = self._latest(question.op, question.revision)
         return asked is not None and asked.waiting
 
-    def start(self, ticket: Ticket) -> bool:
-        """Declare that what ``ticket`` leased is about to be restored; False if it may not be any more."""
-        asked = self._latest(ticket.op, ticket.revision)
+    def start(self, question: QuestionId) -> bool:
+        """Declare that what ``question`` leased is about to be restored; False if it may not be any more."""
+        asked = self._latest(question.op, question.revision)
         if asked is None or asked.answer is None or self._channel is None:
             return False
-        self._send(wire.Started((ticket.op,)))
-        return self._channel.drained and time.monotonic() - ticket.since < wire.RESTORE_WITHIN
+        self._send(wire.Started((question.op,)))
+        return self._channel.drained and time.monotonic() - question.since < wire.RESTORE_WITHIN
 
-    def spoiled(self, ticket: Ticket) -> None:
-        """A restore of what ``ticket`` leased has failed: nobody else shall find it."""
-        if self._latest(ticket.op, ticket.revision) is not None:
-            self._send(wire.Spoiled(ticket.op))
+    def spoiled(self, question: QuestionId) -> None:
+        """A restore of what ``question`` leased has failed: nobody else shall find it."""
+        if self._latest(question.op, question.revision) is not None:
+            self._send(wire.Spoiled(question.op))
 
-    def release(self, tickets: Iterable[Ticket]) -> None:
+    def release(self, questions: Iterable[QuestionId]) -> None:
         """Give up questions and leases. A later answer to one of them is dropped."""
-        asked = [each for t in tickets if (each := self._latest(t.op, t.revision)) is not None]
+        asked = [each for t in questions if (each := self._latest(t.op, t.revision)) is not None]
         for each in asked:
-            del self._asked[each.ticket.op]
-        ops = tuple((each.ticket.op, each.ticket.revision) for each in asked if not each.looks)
+            del self._asked[each.id.op]
+        ops = tuple((each.id.op, each.id.revision) for each in asked if not each.looks)
         for start in range(0, len(ops), wire.MAX_OPS):
             self._send(wire.Release(ops[start : start + wire.MAX_OPS]))
 

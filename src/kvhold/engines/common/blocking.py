@@ -26,7 +26,7 @@ from kvhold import protocol as wire
 from kvhold.client.arena import ArenaMapping
 from kvhold.client.attacher import Attacher, Half
 from kvhold.client.channel import Channel
-from kvhold.client.control import MAX_BATCH, SILENT_SECONDS, Control, Geometry, Slots, Ticket, padded
+from kvhold.client.control import MAX_BATCH, SILENT_SECONDS, Control, Geometry, QuestionId, Slots, padded
 from kvhold.engines.common.buffers import Buffer, copy_in, copy_out, moves
 from kvhold.engines.common.mappings import Mappings
 
@@ -68,7 +68,7 @@ class Hit:
     space: Space
     count: int
     reason: str
-    ticket: Ticket | None = None
+    id: QuestionId | None = None
     offsets: "array[int]" = field(default_factory=lambda: array("Q"), repr=False)
 
 
@@ -240,13 +240,15 @@ class Blocking:
             return "detached"
         return "deadline" if self._control.silent else ""
 
-    def _await(self, space: Space, ticket: Ticket, seconds: float, take: Callable[[Ticket], T | None]) -> T | None:
-        """What ``take`` has of the answer to ``ticket``; None, and the question is given up, once that is overdue."""
+    def _await(
+        self, space: Space, question: QuestionId, seconds: float, take: Callable[[QuestionId], T | None]
+    ) -> T | None:
+        """What ``take`` has of the answer to ``question``; None, and the question is given up, once that is overdue."""
         control = self._control
-        while (found := take(ticket)) is None:
-            left = control.left(ticket, seconds)
+        while (found := take(question)) is None:
+            left = control.left(question, seconds)
             if self._closed or space.number not in self._spaces or left <= 0:
-                control.release((ticket,))
+                control.release((question,))
                 break
             self._lock.wait(min(left, _LOOK_SECONDS))
         return found
@@ -263,9 +265,9 @@ class Blocking:
         with self._lock:
             if self._hindrance(space):
                 return bytes(len(keys))
-            ticket = self._control.look(((space.number, packed),))
-            tiers = self._await(space, ticket, seconds, self._control.residency)
-            self._control.release((ticket,))
+            question = self._control.look(((space.number, packed),))
+            tiers = self._await(space, question, seconds, self._control.residency)
+            self._control.release((question,))
         return tiers[0] if tiers is not None and len(tiers[0]) == len(keys) else bytes(len(keys))
 
     def find(self, space: Space, keys: Sequence[bytes], seconds: float, skip: int = 0) -> Hit:
@@ -287,13 +289,13 @@ class Blocking:
     def _find(self, space: Space, packed: bytes, skip: int, seconds: float) -> Hit:
         if reason := self._hindrance(space):
             return Hit(space, 0, reason)
-        ticket = self._control.ask(space.number, skip, packed)
-        answer = self._await(space, ticket, seconds, self._control.answer)
+        question = self._control.ask(space.number, skip, packed)
+        answer = self._await(space, question, seconds, self._control.answer)
         if answer is None:
             return Hit(space, 0, self._hindrance(space) or "deadline")
         offsets = array("Q")
         offsets.frombytes(answer.offsets)
-        return Hit(space, len(offsets), answer.reason, ticket, offsets)
+        return Hit(space, len(offsets), answer.reason, question, offsets)
 
     def restore(self, hit: Hit, buffers: Sequence[Buffer]) -> int:
         """Copy ``hit`` into ``buffers``, one for each of its objects; its lease ends then.
@@ -302,14 +304,14 @@ class Blocking:
         ValueError for buffers that do not fit; the hit may be restored then, or released.
         """
         made = moves(buffers[: hit.count], hit.offsets, hit.space.size)
-        ticket = hit.ticket
-        if ticket is None or not made:
+        question = hit.id
+        if question is None or not made:
             return 0
         with self._lock:
             plan = self._begin(hit.space)
-            if plan is None or not self._control.start(ticket):
+            if plan is None or not self._control.start(question):
                 self._end(plan)
-                self._void(ticket, hit.count)
+                self._void(question, hit.count)
                 return 0
         copied = 0
         try:
@@ -319,17 +321,17 @@ class Blocking:
             with self._lock:
                 self._end(plan)
                 self._count("restored", copied)
-                self._void(ticket, hit.count - copied)
+                self._void(question, hit.count - copied)
         return copied
 
     def release(self, hit: Hit) -> None:
         """Give a hit up that is not to be restored."""
-        if hit.ticket is not None:
+        if hit.id is not None:
             with self._lock:
-                self._control.release((hit.ticket,))
+                self._control.release((hit.id,))
 
-    def _void(self, ticket: Ticket, count: int) -> None:
-        self._control.release((ticket,))
+    def _void(self, question: QuestionId, count: int) -> None:
+        self._control.release((question,))
         self._count("void", count)
 
     def _count(self, name: str, objects: int) -> None:
@@ -409,12 +411,12 @@ class Blocking:
             return 0, nowhere, reason
         control = self._control
         attachment, before = control.attachment, 1 if skip else 0
-        ticket = control.look(((space.number, packed[(skip - before) * size :]),))
-        tiers = self._await(space, ticket, seconds, control.residency)
+        question = control.look(((space.number, packed[(skip - before) * size :]),))
+        tiers = self._await(space, question, seconds, control.residency)
         if tiers is None or control.attachment != attachment:
             return 0, nowhere, self._hindrance(space) or "deadline"
         there = tiers[0] or bytes(before) + nowhere  # of a space that could not be opened nothing is known
-        control.use(ticket, ((space.number, packed),) if any(there) else ())
+        control.use(question, ((space.number, packed),) if any(there) else ())
         if before and not there[0] and space.geometry.chain:
             return 0, nowhere, "unreachable"
         return attachment, there[before:], ""

@@ -1,393 +1,238 @@
-"""What a request asks the manager, and what becomes of it: one kind of question for chains, one for several groups.
+"""The questions of waiting requests: how far can this prompt be restored?
 
-A model with a single group of full attention asks for the longest prefix of one chain, which is leased as it is
-matched. All others look first (which keys are there?), let the engine's own rules find where the prompt can be resumed
-(:class:`Search`), and then have exactly the blocks of that hit prepared: all or none.
+An engine asks about a waiting request in every step until it is admitted. One question is put per set of inputs; all
+further calls are answered from here, and the lease that came with the answer is kept until it is used or given up.
 """
 
-from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Collection, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 from kvhold.client.budget import Budget
-from kvhold.client.control import Control, Ticket
-from kvhold.engines.common.groups import Group
-from kvhold.protocol import MAX_KEYS
+from kvhold.client.control import Control, QuestionId
+from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.question import LeasedBlocks, Question
 from kvhold.threads import ENGINE, belongs_to
 
-_ATTEMPTS = 4
-"""How often a hit is prepared that turns out to be too large, to have gone meanwhile, or not to come in time."""
-_LATE = ("deadline", "out_of_service")
-"""Why a hit cannot be had that has to be read from SSD; the longest one in what is in DRAM can."""
-_LESS = ("budget", "not_stored", "read_failed", *_LATE)
-"""Why a hit cannot be had, while another one may."""
-_DRAM, _SSD = 1, 2
-"""Where a key is, in a residency."""
+log = logging.getLogger(__name__)
+
+_FRESH_SECONDS = 10.0
+"""A leased answer that its request could not use by then is given up and asked for again: leases pin DRAM."""
+_FRESH_MISS_SECONDS = 1.0
+"""A request that still waits asks again about what was missing: others may have stored it meanwhile."""
+_LATE_SECONDS = 10.0
+"""An answer that came too late for its request still says what need not be stored, until then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A prompt can be resumed after ``tokens``; if that is no more than what the engine has itself, it is no hit.
+class Asks(Protocol):
+    """Who puts the questions."""
 
-    ``needed[g]`` are the numbers of the blocks of the g-th kept group that have to be restored for that. The last may
-    end inside of its block; its key is the hash of the hit's end. At ``junction``, if that is not 0, the prompt leaves
-    what others have in common with it: it could be resumed there if only windows and states had been kept.
+    def ask(
+        self, spaces: Sequence[int], local: int, limit: int, hashes: Sequence[bytes], former: QuestionId | None
+    ) -> Question:
+        """Ask about tokens ``local`` to ``limit`` of what has ``hashes``, in place of ``former`` if that is one."""
+
+
+@dataclass(slots=True)
+class AskedQuestion:
+    """A question about tokens ``local`` to ``limit`` and what became of it.
+
+    ``answered`` once it is; ``closed`` once it was given up, which makes it a miss; ``late`` while its answer is still
+    awaited then; ``leased`` while it holds a lease. It may be waited for for ``patience`` seconds.
     """
 
-    tokens: int
-    needed: tuple[tuple[int, ...], ...]
-    junction: int
-
-
-class Search(Protocol):
-    """The engine's own rules about where a prompt can be resumed, over its kept ``groups``.
-
-    A request's hashes are one per ``hash_tokens``; hits end at multiples of ``unit`` tokens.
-    """
-
-    groups: tuple[Group, ...]
-    hash_tokens: int
-    unit: int
-
-    def key_tokens(self, group: int) -> int:
-        """Keys of the g-th group are the hashes at the multiples of so many tokens."""
-
-    def best(self, hashes: Sequence[bytes], local: int, limit: int, stored: Sequence[Collection[bytes]]) -> Hit:
-        """The longest hit up to ``limit`` tokens, over ``stored`` keys by group; the engine's own is of ``local``."""
-
-    def shortest(
-        self, hashes: Sequence[bytes], local: int, limit: int, stored: Sequence[Collection[bytes]]
-    ) -> tuple[int, int]:
-        """(group, tokens): which group ends the hit, and how far it would reach if it were alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedBlocks:
-    """Blocks of one group to be restored: ``blocks[i]`` of a request's table from byte ``offsets[i]`` of the arena."""
-
-    group: int
-    blocks: Sequence[int]
-    offsets: "array[int]"
-
-
-def tokens_from_disk(
-    leased: Sequence[LeasedBlocks], block_tokens: Sequence[int], read: Collection[int], local: int, end: int
-) -> int:
-    """Of tokens ``local`` to ``end``, those in a block that was read from SSD for them: to an offset in ``read``.
-
-    ``block_tokens`` are those of a block, by group.
-    """
-    spans = sorted(
-        (max(local, block * block_tokens[one.group]), min(end, (block + 1) * block_tokens[one.group]))
-        for one in leased
-        for block, offset in zip(one.blocks, one.offsets, strict=True)
-        if offset in read
-    )
-    tokens, reached = 0, local
-    for first, last in spans:
-        tokens += max(0, last - max(first, reached))
-        reached = max(reached, last)
-    return tokens
-
-
-class Question(ABC):
-    """One request's question about ``local`` up to ``limit`` tokens, in the session it was asked in.
-
-    Once :meth:`progress` has said True, ``hit`` is how many tokens beyond ``local`` can be restored, from the blocks
-    that are ``leased`` under ``ticket``; ``reason`` why it is not all, ``cut`` the group that ended it, ``junction`` as
-    in :class:`Hit`. ``stored[g]`` has the ends, in tokens, of what the manager had of the g-th group. ``read`` are the
-    offsets in ``leased`` to which it was read from SSD.
-    """
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self.hit = 0
-        self.leased: list[LeasedBlocks] = []
-        self.reason = "not_stored"
-        self.cut: int | None = None
-        self.junction = 0
-        self.stored: Sequence[Collection[int]] = ()
-        self.read: Collection[int] = ()
-
-    @abstractmethod
-    def progress(self, budget: Budget | None) -> bool:
-        """Whether the question is answered; waits for it within ``budget``, if any."""
-
-    @abstractmethod
-    def forgo(self) -> None:
-        """Nothing will be restored, and nothing shall be leased for it; see :meth:`learn`."""
-
-    @abstractmethod
-    def learn(self) -> bool:
-        """After :meth:`forgo`: whether ``stored`` is known now. Waits for nothing."""
-
-    @abstractmethod
-    def leased_for(self, tokens: int) -> list[LeasedBlocks] | None:
-        """What of ``leased`` restores the first ``tokens`` of the hit and no more; None if it takes something else."""
-
-
-class ChainQuestion(Question):
-    """How far can this chain be restored?"""
-
-    def __init__(
-        self,
-        control: Control,
-        space: int,
-        block_tokens: int,
-        local: int,
-        limit: int,
-        hashes: Sequence[bytes],
-        former: Ticket | None,
-    ) -> None:
-        self._control = control
-        self._block_tokens = block_tokens
-        self._first, self._end = local // block_tokens, limit // block_tokens
-        # The last token is computed in any case; whether its block is stored already has to be asked.
-        keys = b"".join(hashes[: self._end + 1])
-        super().__init__(control.ask(space, self._first, keys, former))
-
-    def progress(self, budget: Budget | None) -> bool:
-        answer = self._control.answer(self.ticket, budget)
-        if answer is None:
-            return False
-        offsets = array("Q")
-        offsets.frombytes(answer.offsets)
-        del offsets[self._end - self._first :]
-        if answer.offsets and not offsets:
-            self._control.release((self.ticket,))
-        self._take_resident(answer.resident)
-        self.hit = len(offsets) * self._block_tokens
-        self.read = _read(offsets, answer.read)
-        self.leased = [LeasedBlocks(0, range(self._first, self._first + len(offsets)), offsets)] if offsets else []
-        self.reason = answer.reason or self.reason
-        self.cut = 0
-        return True
-
-    def _take_resident(self, blocks: int) -> None:
-        size = self._block_tokens
-        self.stored = (range(size, blocks * size + 1, size),)
-
-    def forgo(self) -> None:
-        self._control.forgo(self.ticket)
-
-    def learn(self) -> bool:
-        answer = self._control.answer(self.ticket)
-        if answer is not None:
-            self._take_resident(answer.resident)
-        return answer is not None
-
-    def leased_for(self, tokens: int) -> list[LeasedBlocks] | None:
-        blocks, rest = divmod(tokens, self._block_tokens)
-        if rest or not self.leased or blocks > len(self.leased[0].offsets):
-            return None
-        return [LeasedBlocks(0, self.leased[0].blocks[:blocks], self.leased[0].offsets[:blocks])]
-
-
-class GroupsQuestion(Question):
-    """Where can this prompt be resumed, over several groups or one that needs only some of its blocks?"""
-
-    def __init__(
-        self,
-        control: Control,
-        search: Search,
-        spaces: Sequence[int],
-        local: int,
-        limit: int,
-        hashes: Sequence[bytes],
-    ) -> None:
-        self._control, self._search = control, search
-        self._spaces = spaces
-        self._local, self._limit, self._reach = local, limit, limit
-        # One key more than the limit may be needed to prove a hit: EAGLE drops the last block that it has found.
-        asked = min(len(hashes), MAX_KEYS // len(spaces)) * search.hash_tokens
-        self._hashes = list(hashes[: asked // search.hash_tokens])
-        self._ends = [
-            range(search.key_tokens(group), asked + 1, search.key_tokens(group)) for group in range(len(spaces))
-        ]
-        self._keys = [[self._key(end) for end in ends] for ends in self._ends]
-        self._found: list[frozenset[bytes]] = []
-        self._attempts = 0
-        self._wanted: Hit | None = None
-        self._settling = False  # for what is in DRAM
-        self._awaited: set[bytes] = set()  # keys that were on SSD when they were asked for
-        super().__init__(self._look(None))
-
-    def _key(self, tokens: int) -> bytes:
-        return self._hashes[tokens // self._search.hash_tokens - 1]
-
-    def _look(self, former: Ticket | None) -> Ticket:
-        keys = tuple((space, b"".join(mine)) for space, mine in zip(self._spaces, self._keys, strict=True))
-        return self._control.look(keys, former)
-
-    def progress(self, budget: Budget | None) -> bool:
-        while True:
-            if self._wanted is None:
-                tiers = self._control.residency(self.ticket, budget)
-                if tiers is None:
-                    return False
-                self._take_residency(tiers)
-                if not self._prepare():
-                    return True
-            answer = self._control.answer(self.ticket, budget)
-            if answer is None:
-                return False
-            if self._take_answer(answer.offsets, answer.reason, answer.read):
-                return True
-
-    def forgo(self) -> None:
-        if self.stored:
-            self._control.release((self.ticket,))
-
-    def learn(self) -> bool:
-        if not self.stored:
-            tiers = self._control.residency(self.ticket)
-            if tiers is None:
-                return False
-            self._control.release((self.ticket,))
-            self._take_residency(tiers)
-        return True
-
-    def _take_residency(self, tiers: Sequence[bytes]) -> None:
-        tiers_now = [list(zip(keys, here, strict=False)) for keys, here in zip(self._keys, tiers, strict=True)]
-        farthest = _DRAM if self._settling else _SSD
-        self._found = [frozenset(key for key, tier in group if 0 < tier <= farthest) for group in tiers_now]
-        self._awaited.update(key for key, tier in chain(*tiers_now) if tier == _SSD)
-        self.stored = [
-            {end for end, tier in zip(ends, here, strict=False) if tier}
-            for ends, here in zip(self._ends, tiers, strict=True)
-        ]
-
-    def _prepare(self) -> bool:
-        """Ask for the longest hit; False, with the final verdict, if there is none."""
-        best = self._search.best(self._hashes, self._local, self._reach, self._found)
-        self._wanted = best if best.tokens > self._local else None
-        if self._reach == self._limit:
-            self.junction = best.junction
-            if max(best.tokens, self._local) + self._search.unit <= self._limit and not self._settling:
-                self._name_the_shortest()
-        used = tuple(
-            (space, b"".join(mine))
-            for space, keys, ends, found in zip(self._spaces, self._keys, self._ends, self._found, strict=True)
-            if (mine := [key for key, end in zip(keys, ends, strict=True) if end <= self._local and key in found])
-        )
-        if self._wanted is None:
-            self._control.use(self.ticket, used)
-            return False
-        wanted = tuple(
-            (space, b"".join(self._key_of(group, at) for at in needed))
-            for group, (space, needed) in enumerate(zip(self._spaces, self._wanted.needed, strict=True))
-            if needed
-        )
-        self.ticket = self._control.prepare(self.ticket, wanted, used)
-        return True
-
-    def _key_of(self, group: int, block: int) -> bytes:
-        """The key under which a block of the hit is there: its own, or that of as much of it as the hit needs.
-
-        A whole block of attention has all that a part of it has. A state is that of its own boundary alone.
-        """
-        assert self._wanted is not None
-        kind = self._search.groups[group]
-        end = (block + 1) * kind.block_tokens
-        if end > self._wanted.tokens and (kind.handed or end not in self.stored[group]):
-            end = self._wanted.tokens
-        return self._key(end)
-
-    def _name_the_shortest(self) -> None:
-        """Which group ended the hit? For the metrics, and for ``kvhold explain``."""
-        self.cut, reached = self._search.shortest(self._hashes, self._local, self._limit, self._found)
-        unit = self._search.key_tokens(self.cut)
-        end = min(self._local if reached < self._local else reached, self._limit) // unit * unit + unit
-        if end // self._search.hash_tokens <= len(self._hashes):
-            self._control.cut(self.ticket, self._spaces[self.cut], self._key(end), end // unit - 1)
-
-    def _take_answer(self, packed: bytes, reason: str, read: bytes) -> bool:
-        """Whether that was the last word; if not, something else was asked."""
-        assert self._wanted is not None
-        if packed:
-            offsets = array("Q")
-            offsets.frombytes(packed)
-            self.hit = self._wanted.tokens - self._local
-            at = 0
-            for group, needed in enumerate(self._wanted.needed):
-                if needed:
-                    self.leased.append(LeasedBlocks(group, needed, offsets[at : at + len(needed)]))
-                    at += len(needed)
-            self.read = _read(offsets, read)
-            if self._settling:  # what came in time was read for the question before
-                keys = (self._key_of(one.group, block) for one in self.leased for block in one.blocks)
-                self.read = {offset for offset, key in zip(offsets, keys, strict=True) if key in self._awaited}
-            return True
-        self.reason = reason
-        self._attempts += 1
-        if self._attempts >= _ATTEMPTS or reason not in _LESS:
-            return True
-        if reason == "budget":
-            self._reach = self._local + (self._wanted.tokens - self._local) // 2
-            return not self._prepare()
-        self._wanted = None
-        if reason in _LATE:
-            self._settling = True
-            self.ticket = self._look(None)
-        else:
-            self.ticket = self._look(self.ticket)
-        return False
-
-    def leased_for(self, tokens: int) -> list[LeasedBlocks] | None:
-        if tokens == self.hit:
-            return self.leased
-        if self._wanted is None or not 0 < tokens < self.hit:
-            return None
-        leased = [
-            frozenset(self._key_of(group, at) for at in needed) for group, needed in enumerate(self._wanted.needed)
-        ]
-        shorter = self._search.best(self._hashes, self._local, self._local + tokens, leased)
-        if shorter.tokens != self._local + tokens:
-            return None
-        by_group = {one.group: dict(zip(one.blocks, one.offsets, strict=True)) for one in self.leased}
-        try:
-            return [
-                LeasedBlocks(group, needed, array("Q", [by_group[group][at] for at in needed]))
-                for group, needed in enumerate(shorter.needed)
-                if needed
-            ]
-        except KeyError:
-            return None
+    question: Question | None
+    attachment: int
+    local: int
+    limit: int
+    since: float
+    patience: float = 0.0
+    answered: bool = False
+    closed: bool = False
+    late: bool = False
+    leased: bool = False
 
 
 @belongs_to(ENGINE)
 class Questions:
-    """Puts the questions of one engine, over its ``groups``. There are none before it is known what a hit is."""
+    """Questions by request id, put by ``asker``. ``patience`` says how many seconds an answer about so many tokens
+    is worth; ``budget`` is what a step may wait for all of them.
 
-    def __init__(self, control: Control, groups: Sequence[Group]) -> None:
-        self.search: Search | None = None
+    Every engine defers, also one that runs in step with others: a step without work costs it less than a prompt.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        budget: Budget,
+        accounts: Accounts,
+        asker: Asks,
+        patience: Callable[[int], float],
+    ) -> None:
         self._control = control
-        self._groups = groups
-        self._chain = False
+        self._budget = budget
+        self._accounts = accounts
+        self._asker = asker
+        self._patience = patience
+        self._by_request: dict[str, AskedQuestion] = {}
 
-    def bind(self, search: Search, drops_last: bool) -> None:
-        """``search`` knows what a hit is; ``drops_last`` says that the last block of one is dropped for a drafter."""
-        self.search = search
-        # A hit is the longest prefix of one chain, so that one question finds and leases it.
-        self._chain = len(self._groups) == 1 and self._groups[0].whole and not drops_last
+    def find(self, request: str, local: int, limit: int, spaces: Sequence[int], hashes: Sequence[bytes]) -> int | None:
+        """Tokens beyond ``local`` up to ``limit`` that can be restored; None to be asked again in the next step.
 
-    def ask(
-        self, spaces: Sequence[int], local: int, limit: int, hashes: Sequence[bytes], former: Ticket | None
-    ) -> Question:
-        """Ask about tokens ``local`` to ``limit`` of what has ``hashes``, in place of ``former`` if that is one."""
-        if self._chain:
-            return ChainQuestion(self._control, spaces[0], self._groups[0].block_tokens, local, limit, hashes, former)
-        if former is not None:
-            self._control.release((former,))
-        assert self.search is not None
-        return GroupsQuestion(self._control, self.search, spaces, local, limit, hashes)
+        ``spaces``, by group, are where to look for what has ``hashes``.
+        """
+        asked = self._current(request, local, limit)
+        if asked is None:
+            asked = self._by_request[request] = self._ask(request, local, limit, spaces, hashes)
+        if asked.closed or asked.question is None:
+            return 0
+        wanted = limit > local
+        if not asked.answered and not self._take_answer(asked, self._budget if wanted else None):
+            if not wanted or asked.closed:
+                return 0
+            if not self._control.overdue(asked.question.id, asked.patience):
+                return None
+            self._accounts.add("answers_overdue")
+            self._accounts.add("tokens_missed_deadline", limit - local)
+            asked.closed = asked.late = True
+            asked.question.forgo()
+        return asked.question.hit if asked.leased else 0
 
+    def miss(self, request: str, local: int, limit: int, reason: str) -> None:
+        """Account once for tokens that are not asked for because of ``reason``."""
+        asked = self._current(request, local, limit)
+        if asked is None or not asked.closed:
+            self.drop(request)
+            self._by_request[request] = self._missed(local, limit, reason)
 
-def _read(offsets: Sequence[int], positions: bytes) -> Collection[int]:
-    """Of ``offsets``, those at packed 32-bit ``positions``."""
-    at = array("I")
-    at.frombytes(positions)
-    return {offsets[position] for position in at}
+    def stored(self, request: str) -> Sequence[Collection[int]] | None:
+        """By group, the ends of the prompt's blocks that the manager has, as far as it said; empty if nothing is known.
+
+        None while its answer is awaited."""
+        asked = self._by_request.get(request)
+        if asked is None or asked.question is None or asked.attachment != self._control.attachment:
+            return ()
+        if asked.late and asked.question.learn():
+            asked.late, asked.answered = False, True
+        if not asked.answered and not asked.closed:
+            self._take_answer(asked, self._budget)
+        if asked.answered:
+            return asked.question.stored
+        if asked.closed and not asked.late:
+            return ()
+        return () if self._control.overdue(asked.question.id, _LATE_SECONDS) else None
+
+    def junction(self, request: str) -> int:
+        """Where the request's prompt leaves what others have in common with it, if that was found out; else 0."""
+        asked = self._by_request.get(request)
+        return asked.question.junction if asked is not None and asked.question is not None else 0
+
+    def settle(self, request: str) -> None:
+        """The request is admitted without a restore: give the lease back, keep what is known."""
+        asked = self._by_request.get(request)
+        if asked is not None and asked.leased:
+            self._release(asked)
+
+    def take(self, request: str, tokens: int) -> tuple[Question, int, list[LeasedBlocks]] | None:
+        """(question, its ``local``, what to restore) for ``tokens`` of a hit; the caller now owns the lease."""
+        asked = self._by_request.get(request)
+        if asked is None or asked.closed or not asked.leased or asked.question is None:
+            return None
+        if asked.attachment != self._control.attachment:
+            return None
+        whole = tokens == asked.question.hit
+        leased = asked.question.leased if whole else asked.question.leased_for(tokens)
+        if leased is None or not self._control.start(asked.question.id):
+            return None
+        asked.leased = False
+        return asked.question, asked.local, leased
+
+    def drop(self, request: str) -> None:
+        """Give up a request's question and lease, if it has any."""
+        asked = self._by_request.pop(request, None)
+        if asked is not None and asked.late:
+            self._release(asked)
+        elif asked is not None and not asked.closed:
+            self._count_unanswered(asked)
+            if not asked.answered or asked.leased:
+                self._release(asked)
+
+    def drop_all(self) -> None:
+        for request in list(self._by_request):
+            self.drop(request)
+
+    def _count_unanswered(self, asked: AskedQuestion) -> None:
+        if not asked.answered:
+            self._accounts.add("tokens_missed_cancelled", asked.limit - asked.local)
+
+    def _current(self, request: str, local: int, limit: int) -> AskedQuestion | None:
+        """The request's question if it was about the same tokens in the same session and is fresh."""
+        asked = self._by_request.get(request)
+        if asked is None:
+            return None
+        same = (asked.local, asked.limit, asked.attachment) == (local, limit, self._control.attachment)
+        age = time.monotonic() - asked.since
+        missing = asked.answered and asked.question is not None and local + asked.question.hit < limit
+        if same and not (asked.leased and age > _FRESH_SECONDS) and not (missing and age > _FRESH_MISS_SECONDS):
+            return asked
+        return None
+
+    def _ask(
+        self, request: str, local: int, limit: int, spaces: Sequence[int], hashes: Sequence[bytes]
+    ) -> AskedQuestion:
+        if self._control.silent:
+            self.drop(request)
+            return self._missed(local, limit, "deadline")
+        if (late := self._by_request.get(request)) is not None and late.late:
+            self.drop(request)
+        former = self._by_request.pop(request, None)
+        former_id = None
+        if former is not None and not former.closed:
+            self._count_unanswered(former)
+            # A lease that was taken for a restore is not given up by asking anew.
+            if (former.leased or not former.answered) and former.question is not None:
+                former_id = former.question.id
+        self._count_asked(local, limit)
+        question = self._asker.ask(spaces, local, limit, hashes, former_id)
+        patience = self._patience(limit - local)
+        return AskedQuestion(question, self._control.attachment, local, limit, question.id.since, patience)
+
+    def _count_asked(self, local: int, limit: int) -> None:
+        self._accounts.add("lookups", limit > local)
+        self._accounts.add("tokens_asked", limit - local)
+
+    def _missed(self, local: int, limit: int, reason: str) -> AskedQuestion:
+        self._count_asked(local, limit)
+        self._accounts.add(f"tokens_missed_{reason}", limit - local)
+        return AskedQuestion(None, self._control.attachment, local, limit, time.monotonic(), closed=True)
+
+    def _give_up(self, asked: AskedQuestion, reason: str) -> None:
+        self._accounts.add(f"tokens_missed_{reason}", asked.limit - asked.local)
+        asked.closed = True
+        self._release(asked)
+
+    def _take_answer(self, asked: AskedQuestion, budget: Budget | None) -> bool:
+        question = asked.question
+        assert question is not None
+        try:
+            if not question.progress(budget):
+                return False
+        except Exception:
+            log.exception("kvhold: a search for a hit failed; its request is computed")
+            self._give_up(asked, "error")
+            return False
+        asked.answered = True
+        asked.leased = question.hit > 0
+        short = asked.limit - asked.local - question.hit
+        self._accounts.add("tokens_hit", question.hit)
+        self._accounts.add(f"tokens_missed_{question.reason}", short)
+        if short and question.cut is not None:
+            self._accounts.add("tokens_cut", short, group=question.cut)
+        return True
+
+    def _release(self, asked: AskedQuestion) -> None:
+        asked.leased = False
+        if asked.attachment == self._control.attachment and asked.question is not None:
+            self._control.release((asked.question.id,))

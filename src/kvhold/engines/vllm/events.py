@@ -17,9 +17,9 @@ from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemove
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvhold.client.control import Control, Ticket
+from kvhold.client.control import Control, QuestionId
 from kvhold.engines.common.groups import Group
-from kvhold.engines.common.questions import LeasedBlocks
+from kvhold.engines.common.question import LeasedBlocks
 from kvhold.threads import ENGINE, belongs_to
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Published:
 class Asked:
     """A question about ``keys`` of a space: what is gone is withdrawn, what is there of ``found`` is announced."""
 
-    ticket: Ticket
+    id: QuestionId
     space: int
     keys: Sequence[bytes]
     found: dict[bytes, Published] = field(default_factory=dict)
@@ -164,8 +164,8 @@ class CacheEvents:
                 self._ask(space, list(found), found)
 
     def _ask(self, space: int, keys: Sequence[bytes], found: dict[bytes, Published] | None = None) -> None:
-        ticket = self._control.look(((space, b"".join(keys)),))
-        asked = Asked(ticket, space, keys, found or {})
+        question = self._control.look(((space, b"".join(keys)),))
+        asked = Asked(question, space, keys, found or {})
         self._asked.append(asked)
         self._open.update(((space, key), asked) for key in keys)
 
@@ -185,7 +185,7 @@ class CacheEvents:
         for key in asked.keys:
             if self._open.get((asked.space, key)) is asked:
                 del self._open[asked.space, key]
-        self._control.release((asked.ticket,))
+        self._control.release((asked.id,))
 
     @property
     def awaited(self) -> bool:
@@ -195,7 +195,7 @@ class CacheEvents:
         if not self._control.attachment or self._control.silent:
             return False
         newest = next(reversed(self._under_way.values()), None)
-        awaited = [each.ticket.since for each in self._asked] + ([newest.since] if newest is not None else [])
+        awaited = [each.id.since for each in self._asked] + ([newest.since] if newest is not None else [])
         return bool(awaited) and time.monotonic() - max(awaited) < _PATIENCE
 
     # --- what the manager says ----------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class CacheEvents:
         while self._under_way and next(iter(self._under_way.values())).since < long_ago:
             del self._under_way[next(iter(self._under_way))]
         for each in list(self._asked):
-            tiers = self._control.residency(each.ticket)
+            tiers = self._control.residency(each.id)
             if tiers is not None:
                 [here] = tiers
                 pairs = zip(each.keys, here, strict=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, get_kv_cache_coordinator
 
 from kvhold.engines.common.groups import Group
-from kvhold.engines.common.questions import Hit
+from kvhold.engines.common.question import Hit
 from kvhold.engines.vllm.groups import Unsupported
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvhold.client.control import Control
 from kvhold.engines.common.batches import Batches
-from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import Publish
+from kvhold.engines.common.questions import Questions
 from kvhold.engines.vllm.events import CacheEvents, Published
 from kvhold.engines.vllm.retention import Retention
 from kvhold.engines.vllm.spaces import RequestSpaces
@@ -67,8 +67,8 @@ class Progress:
 class Publishing:
     """Publishing of one engine, if it is ``wanted``, of what prompts fill, and with ``decode`` of what answers fill.
 
-    ``spaces`` says where a request's blocks go, ``lookups`` which of them the manager has; ``events`` are told of what
-    is published, if anybody wants to know.
+    ``spaces`` says where a request's blocks go, ``questions`` which of them the manager has; ``events`` are told of
+    what is published, if anybody wants to know.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Publishing:
         control: Control,
         batches: Batches,
         spaces: RequestSpaces,
-        lookups: Lookups,
+        questions: Questions,
         events: CacheEvents | None,
         decode: bool,
         wanted: bool,
@@ -84,7 +84,7 @@ class Publishing:
         self._control = control
         self._batches = batches
         self._spaces = spaces
-        self._lookups = lookups
+        self._questions = questions
         self._events = events
         self._decode = decode
         self._wanted = wanted
@@ -163,7 +163,7 @@ class Publishing:
             progress.done = [0] * len(spaces)
             progress.stored = () if again else None
         if progress.stored is None:
-            progress.stored = self._lookups.stored(progress.request.request_id)
+            progress.stored = self._questions.stored(progress.request.request_id)
         if progress.stored is None and last:
             progress.stored = ()
         return progress.stored is not None

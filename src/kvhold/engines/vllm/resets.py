@@ -6,8 +6,8 @@ from vllm.logger import init_logger
 
 from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.doubt import Doubt
-from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import StepPlan
+from kvhold.engines.common.questions import Questions
 from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.publishing import Publishing
@@ -32,7 +32,7 @@ class Resets:
         session: SchedulerSession,
         spaces: RequestSpaces,
         doubt: Doubt,
-        lookups: Lookups,
+        questions: Questions,
         publishing: Publishing,
         batches: Batches,
         events: CacheEvents | None,
@@ -42,7 +42,7 @@ class Resets:
         self._world = world
         self._session = session
         self._spaces = spaces
-        self._lookups = lookups
+        self._questions = questions
         self._publishing = publishing
         self._batches = batches
         self._events = events
@@ -64,7 +64,7 @@ class Resets:
         self.doubt.begin()
         if outdated is not None:
             outdated.begin()
-        self._lookups.drop_all()
+        self._questions.drop_all()
         running = self._publishing.forget_all()
         if self._events is not None:
             self._events.cleared()

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvhold.client.control import Ticket
+from kvhold.client.control import QuestionId
 from kvhold.engines.common.doubt import Doubt
 from kvhold.engines.common.groups import Group
-from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.plans import Load
-from kvhold.engines.common.questions import LeasedBlocks, Questions, tokens_from_disk
+from kvhold.engines.common.question import Asker, LeasedBlocks, tokens_from_disk
+from kvhold.engines.common.questions import Questions
 from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.vllm.adapters import adapter_of
 from kvhold.engines.vllm.admission import Admission
@@ -32,9 +32,9 @@ log = init_logger(__name__)
 
 @dataclass(slots=True)
 class Restore:
-    """A restore that workers were told of: the lease of ``ticket`` lives until they have ended it."""
+    """A restore that workers were told of: the lease of question ``id`` lives until they have ended it."""
 
-    ticket: Ticket | None
+    id: QuestionId | None
     attachment: int
     blocks: frozenset[int]
     from_disk: int = 0  # tokens
@@ -52,8 +52,8 @@ class Restores:
         groups: Sequence[Group],
         spaces: RequestSpaces,
         doubt: Doubt,
+        asker: Asker,
         questions: Questions,
-        lookups: Lookups,
         admission: Admission,
         events: CacheEvents | None,
         wanted: bool,
@@ -64,8 +64,8 @@ class Restores:
         self._groups = groups
         self._spaces = spaces
         self._doubt = doubt
+        self._asker = asker
         self._questions = questions
-        self._lookups = lookups
         self._admission = admission
         self._events = events
         self._wanted = wanted
@@ -76,7 +76,7 @@ class Restores:
     def bind(self, manager: "KVCacheManager", search: HitSearch, retention: Retention) -> None:
         """The engine has its block pool, and rules about hits."""
         self._retention = retention
-        self._questions.bind(search, bool(manager.use_eagle))
+        self._asker.bind(search, bool(manager.use_eagle))
         self._admission.bind(manager, retention)
 
     # --- before a request is admitted ---------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Restores:
         """How many tokens beyond ``computed`` can be restored, leaving the last one to compute; None: ask again."""
         name = request.request_id
         self._session.begin_step()
-        spaces, search, outdated = self._spaces.plain, self._questions.search, self._spaces.outdated
+        spaces, search, outdated = self._spaces.plain, self._asker.search, self._spaces.outdated
         if search is None or outdated is None:
             return 0, False
         outdated.admits(request)
@@ -96,17 +96,17 @@ class Restores:
         if not self._wanted or request.skip_reading_prefix_cache:
             local = limit  # nothing to restore, but what is there must not be published again
         elif name in self._failed:
-            self._lookups.miss(name, local, limit, "load_failed")
+            self._questions.miss(name, local, limit, "load_failed")
             return 0, False
         if limit == 0:
             return 0, False
         if not self._spaces.tell(request):
-            self._lookups.miss(name, local, limit, "ambiguous")
+            self._questions.miss(name, local, limit, "ambiguous")
             return 0, False
         if awaits_look:
             return None, False
         if spaces is None:
-            self._lookups.miss(name, local, limit, "detached")
+            self._questions.miss(name, local, limit, "detached")
             return 0, False
         adapter = adapter_of(request.lora_request)
         if adapter is not None:
@@ -118,14 +118,14 @@ class Restores:
                     return None, False
             own = self._spaces.of(adapter) if sure else None
             if own is None:
-                self._lookups.miss(name, local, limit, "lora")
+                self._questions.miss(name, local, limit, "lora")
                 return 0, False
             spaces = own
-        found = self._lookups.find(name, local, limit, spaces, request.block_hashes)
+        found = self._questions.find(name, local, limit, spaces, request.block_hashes)
         if found is None:
             return None, False
         # The engine keeps windows and states where it sees prompts part. It sees its own memory only, so it is told.
-        request.shared_prefix_boundary = max(request.shared_prefix_boundary, self._lookups.junction(name))
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, self._questions.junction(name))
         if found and self._admission.withholds(request, found, computed + found):
             return 0, False
         return found, found > 0
@@ -141,7 +141,7 @@ class Restores:
         tables = blocks.get_block_ids()
         self._admission.admitted(request, tables, external > 0)
         if external <= 0:
-            self._lookups.settle(request.request_id)
+            self._questions.settle(request.request_id)
             return
         load = None
         try:
@@ -156,13 +156,13 @@ class Restores:
 
     def _take(self, request: "Request", tables: Sequence[list[int]], external: int) -> Load | None:
         name = request.request_id
-        taken = self._lookups.take(name, external)
+        taken = self._questions.take(name, external)
         if taken is None:
             return None
         question, local, leased = taken
         if not self._covers(leased, tables, local, local + external):
             log.error("kvhold: the engine's blocks for a restore are not those of its hit; the request is computed")
-            self._control.release((question.ticket,))
+            self._control.release((question.id,))
             return None
         copies = [
             (one.group, [tables[self._groups[one.group].index][at] for at in one.blocks], one.offsets) for one in leased
@@ -170,7 +170,7 @@ class Restores:
         blocks = [block for _, mine, _ in copies for block in mine]
         sizes = [group.block_tokens for group in self._groups]
         from_disk = tokens_from_disk(leased, sizes, question.read, local, local + external)
-        self._under_way[name] = Restore(question.ticket, self._control.attachment, frozenset(blocks), from_disk)
+        self._under_way[name] = Restore(question.id, self._control.attachment, frozenset(blocks), from_disk)
         if self._events is not None and self._retention is not None:
             spaces = self._spaces.of(adapter_of(request.lora_request))
             if spaces is not None:
@@ -207,16 +207,16 @@ class Restores:
             # The ranks of one restore may end, and fail, in different steps.
             each.failed = each.failed or not each.blocks.isdisjoint(output.invalid_block_ids)
             others -= each.blocks
-        ended: list[Ticket] = []
+        ended: list[QuestionId] = []
         for name in output.finished_recving or ():
             restore = self._under_way.pop(name, None)
             if restore is None:
                 continue
             failed = restore.failed or name in output.failed_recving
-            if restore.ticket is not None and restore.attachment == self._control.attachment:
-                ended.append(restore.ticket)
+            if restore.id is not None and restore.attachment == self._control.attachment:
+                ended.append(restore.id)
                 if failed:
-                    self._control.spoiled(restore.ticket)
+                    self._control.spoiled(restore.id)
             if failed and not restore.orphan:
                 self._failed.add(name)
                 self._admission.failed(name)

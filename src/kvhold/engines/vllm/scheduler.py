@@ -15,9 +15,9 @@ from kvhold.engines.common.adapters import Adapters
 from kvhold.engines.common.attaching import make_attacher
 from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.doubt import Doubt
-from kvhold.engines.common.lookups import Lookups
 from kvhold.engines.common.patience import Patience
 from kvhold.engines.common.plans import CopyReport, StepPlan
+from kvhold.engines.common.question import Asker
 from kvhold.engines.common.questions import Questions
 from kvhold.engines.common.session import SchedulerSession
 from kvhold.engines.common.settings import Settings
@@ -79,14 +79,14 @@ class SchedulerHalf:
             self.events,
         )
         doubt = Doubt(self.session, self._spaces, world)
-        questions = Questions(control, groups)
-        self._lookups = Lookups(control, self.session.budget, self.accounts, questions, self._patience.of)
+        asker = Asker(control, groups)
+        self._questions = Questions(control, self.session.budget, self.accounts, asker, self._patience.of)
         self._batches = Batches(control, self.accounts, self._spaces, self.events)
         self._publishing = Publishing(
             control,
             self._batches,
             self._spaces,
-            self._lookups,
+            self._questions,
             self.events,
             settings.save_decode_cache,
             transfer.is_kv_producer,
@@ -96,8 +96,8 @@ class SchedulerHalf:
             groups,
             self._spaces,
             doubt,
-            questions,
-            self._lookups,
+            asker,
+            self._questions,
             Admission(config, groups, self.accounts),
             self.events,
             transfer.is_kv_consumer,
@@ -108,7 +108,7 @@ class SchedulerHalf:
             self.session,
             self._spaces,
             doubt,
-            self._lookups,
+            self._questions,
             self._publishing,
             self._batches,
             self.events,
@@ -177,7 +177,7 @@ class SchedulerHalf:
     def finished(self, request: "Request") -> None:
         """The request is over, however; a restore of it may still run, and is waited for."""
         name = request.request_id
-        self._lookups.drop(name)
+        self._questions.drop(name)
         self._spaces.adapters.drop(name)
         self._publishing.forget(name)
         self.restores.finished(name)
