@@ -35,6 +35,7 @@ from kvhold.client.control import Control, Geometry, QuestionId, Slots
 from kvhold.copy.job import Job
 from kvhold.engines.common import spaces
 from kvhold.engines.common.accounts import Accounts
+from kvhold.engines.common.announcements import Published
 from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.groups import Group
@@ -44,7 +45,7 @@ from kvhold.engines.common.questions import Questions
 from kvhold.engines.common.ranks import WorkerReport
 from kvhold.engines.vllm import tails
 from kvhold.engines.vllm.connector import KvHoldConnector
-from kvhold.engines.vllm.events import CacheEvents, Published
+from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.groups import kept_groups
 from kvhold.engines.vllm.hits import HitSearch
 from kvhold.engines.vllm.publishing import Publishing
@@ -756,7 +757,7 @@ def test_an_engine_that_would_idle_goes_on_while_somebody_is_to_be_told(monkeypa
 def test_an_idle_engine_does_not_go_on_for_a_manager_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     events, [key] = routing(), keys(1)
     now = time.monotonic()
-    monkeypatch.setattr("kvhold.engines.vllm.events.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvhold.engines.common.announcements.time.monotonic", lambda: now)
     events.expect(7, key, published())
     events.stored(7, [key])
     events._control.look = lambda parts: QuestionId(1, 1, 1, now)  # type: ignore[method-assign]

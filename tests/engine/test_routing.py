@@ -25,6 +25,7 @@ import kvhold.engines.common.spaces as spaces_module
 import kvhold.engines.vllm.events as events_module
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
+from kvhold.engines.common import announcements
 
 GROUPED = ("gemma3", "granite_partial")
 EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
@@ -183,7 +184,7 @@ def test_a_purge_and_a_reset_clear(llama_dir: Path, manager: Manager, monkeypatc
 def test_after_a_gap_what_is_gone_is_withdrawn(
     llama_dir: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "_SLICE", 2)
+    monkeypatch.setattr(announcements, "_SLICE", 2)
     with routed(llama_dir, manager, monkeypatch) as (llm, router):
         generate(llm, [prompt(200, 1)])
         told(llm)

@@ -270,7 +270,7 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> "Iterable[KVCacheEvent]":
         if self._scheduler is None or self._scheduler.events is None:
             return ()
-        return list(self._scheduler.events.take())
+        return self._scheduler.events.take()
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvhold.client.control import Control
+from kvhold.engines.common.announcements import Published
 from kvhold.engines.common.batches import Batches
 from kvhold.engines.common.plans import Publish
 from kvhold.engines.common.questions import Questions
-from kvhold.engines.vllm.events import CacheEvents, Published
+from kvhold.engines.vllm.events import CacheEvents
 from kvhold.engines.vllm.retention import Retention
 from kvhold.engines.vllm.spaces import RequestSpaces
 from kvhold.engines.vllm.tails import MOST_TAILS, Tail
