@@ -11,6 +11,7 @@ from kvhold.core import events as ev
 from kvhold.core.arena import slot_bytes
 from kvhold.core.common import Common, split
 from kvhold.core.events import Effect
+from kvhold.core.forgetting import Forgetting
 from kvhold.core.indexes import Index
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Space
@@ -20,10 +21,11 @@ from kvhold.core.turns import MANAGER, Work
 
 
 class Credits:
-    def __init__(self, common: Common, storage: Storage) -> None:
+    def __init__(self, common: Common, storage: Storage, forgetting: Forgetting) -> None:
         self._common = common
         self._catalogue = common.catalogue
         self._storage = storage
+        self._forgetting = forgetting
         self._hungry: dict[tuple[int, int], None] = {}
         self._freed = -1  # what had given way, ever, when credits were last looked for
         self._passed = 0  # and what had been looked at in vain when that last changed
@@ -53,7 +55,7 @@ class Credits:
             if unused is None and crowded:
                 unused = self._catalogue.longest_unused()
             if unused is not None:
-                forgotten = self._common.start(self._forget(unused), event.session)
+                forgotten = self._common.start(self._forgetting.unused(unused), event.session)
             elif crowded:
                 return [ev.Refuse(event.session, f"{len(self._catalogue.indexes)} spaces are open already")]
         index = self._catalogue.index(event.namespace, event.group, event.key_bytes, event.shards, size)
@@ -85,18 +87,6 @@ class Credits:
             if index is not None and not index.users:
                 return index
         return None
-
-    def _forget(self, index: Index) -> Work:
-        """Give up what is stored in a space that nobody has open, unless somebody opens it again."""
-        catalogue = self._catalogue
-        while not index.users and (keys := index.some(ev.MAX_BATCH)):
-            for key in keys:
-                row = index.get(key)
-                assert row is not None
-                catalogue.note(Kind.EVICTED, row)
-                catalogue.remove(row)
-            self._common.counters["forgotten"] += len(keys)
-            yield []
 
     def close(self, event: ev.Close) -> list[Effect]:
         attachment = self._common.speaker(event.session)
@@ -133,7 +123,7 @@ class Credits:
         index = space.index
         self._catalogue.leave(index)
         if index.private and index.objects and not index.users:
-            self._common.turns.add(self._forget(index), MANAGER, question=False)
+            self._common.turns.add(self._forgetting.unused(index), MANAGER, question=False)
 
     def lost(self, attachment: Attachment) -> list[Effect]:
         """The attachment decides nothing any more; what was granted to it may still be written."""

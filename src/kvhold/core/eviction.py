@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from kvhold.core import events as ev
 from kvhold.core.arena import Run
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.indexes import Index, Namespace
@@ -10,6 +11,7 @@ from kvhold.core.lru import LRU
 from kvhold.core.recency import Recency
 from kvhold.core.rows import Rows, State
 from kvhold.core.story import Kind
+from kvhold.core.turns import Work
 from kvhold.core.twoq import TwoQ
 
 Policy = Callable[[Rows], Recency[Namespace, Any]]
@@ -105,6 +107,26 @@ class Eviction:
         catalogue.evicted += 1
         catalogue.remove(row)
         return True
+
+    def shrink(self) -> Work:
+        """Keep to limits that were lowered, as far as nothing is held."""
+        catalogue, going = self._catalogue, True
+        while going:
+            going = False
+            for _ in range(ev.MAX_BATCH):
+                if not (catalogue.objects > catalogue.limits.max_objects and self.forget_one()):
+                    break
+                going = True
+            yield []
+        cost = 0
+        for name in list(catalogue.limits.quotas):
+            more = True
+            while more:
+                owner = catalogue.namespaces.get(name)
+                more = owner is not None and owner.used > owner.quota.limit and self.evict_own(owner)
+                cost += 1
+                if cost % ev.MAX_BATCH == 0:
+                    yield []
 
     # --- pages --------------------------------------------------------------------------------------------------
 

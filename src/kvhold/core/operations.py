@@ -215,28 +215,6 @@ class Operations:
             self._unheard.end(operation)
             self._restores.begin(operation, self._common.now)
 
-    def spoiled(self, event: ev.Spoiled) -> Work:
-        """What a failed restore leased is not found any more, and a later store of it is taken again."""
-        attachment = self._common.speaker(event.session)
-        operation = attachment.operations.get(event.op) if attachment is not None else None
-        if operation is None or operation.phase not in (Phase.ANSWERED, Phase.STARTED):
-            return
-        catalogue = self._catalogue
-        last, marks = catalogue.next_epoch, self.storage.marks(self._common.now)
-        for part in list(operation.parts):
-            rows = part.leased
-            for start in range(0, len(rows), ev.MAX_BATCH):
-                names: list[tuple[bytes, int, bytes]] = []
-                for row in rows[start : start + ev.MAX_BATCH]:
-                    # It may have been released meanwhile, and the row be another object's.
-                    same = catalogue.epoch[row] < last or self.storage.recorded(row, marks)[0]
-                    if same and catalogue.key[row] and catalogue.owner[row] == part.index.id:
-                        names.append((part.index.namespace.name, part.index.group, catalogue.key[row]))
-                        catalogue.note(Kind.QUARANTINED, row)
-                        catalogue.remove(row)
-                        self._common.counters["quarantined"] += 1
-                yield self.storage.forget(names) if names else []
-
     def tick(self, event: ev.Tick) -> list[Effect]:
         """What its time has come for, as far as that is not much; the next deadline is in the past, if it is more."""
         limits, now = self._common.limits, self._common.now

@@ -5,13 +5,11 @@ amount of work; what is longer is left as a resumable piece, of which :meth:`Cor
 be carried out in order; bytes are exposed only after the change that protects them.
 
 Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``lru``, ``backing``, ``indexes``, ``catalogue``,
-``eviction``, ``sessions``, ``turns``, ``credits``, ``reading``, ``placement``, ``storage``, ``log``, ``budgets``,
-``operations``, ``matching``, then this.
+``eviction``, ``sessions``, ``turns``, ``forgetting``, ``credits``, ``reading``, ``placement``, ``storage``, ``log``,
+``budgets``, ``operations``, ``matching``, then this.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
 from kvhold.core.budgets import Budgets
@@ -21,26 +19,14 @@ from kvhold.core.credits import Credits
 from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.eviction import POLICIES, Policy
 from kvhold.core.explain import explain
+from kvhold.core.forgetting import Forgetting
 from kvhold.core.limits import Limits
 from kvhold.core.listing import listing
 from kvhold.core.matching import Matching
 from kvhold.core.operations import Operations
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Session
-from kvhold.core.story import Kind
 from kvhold.core.turns import Work
-
-
-@dataclass(slots=True, eq=False)
-class _Purging:
-    """A purge that somebody waits for, the I/Os that it waits for, and what it has forgotten."""
-
-    session: int
-    objects: int = 0
-    bytes: int = 0
-    forgets: set[int] = field(default_factory=set)
-    failed: bool = False
-    scanned: bool = False
 
 
 class Core:
@@ -62,10 +48,10 @@ class Core:
         self.operations = Operations(self.common, self.budgets)
         self.storage = self.operations.storage
         self.matching = Matching(self.common, self.operations, self.budgets)
-        self.credits = Credits(self.common, self.storage)
+        self.forgetting = Forgetting(self.common)
+        self.credits = Credits(self.common, self.storage, self.forgetting)
         self._current: dict[str, Attachment] = {}
         self._next_attachment = 1
-        self._purges: list[_Purging] = []
 
     def handle(self, event: Event, now: int) -> list[Effect]:
         """The effects of ``event`` at ``now``, in nanoseconds of a clock that never goes back.
@@ -92,7 +78,7 @@ class Core:
             case ev.Started():
                 self.operations.started(event)
             case ev.Done():
-                return self.storage.done(event) + self._forgotten(event)
+                return self.storage.done(event) + self.forgetting.done(event)
             case ev.Tick():
                 return self.operations.tick(event)
             case ev.Return():
@@ -104,7 +90,7 @@ class Core:
             case ev.Prepare():
                 return common.start(self.matching.prepare(event), event.session, question=True)
             case ev.Spoiled():
-                return common.start(self.operations.spoiled(event), event.session)
+                return common.start(self.forgetting.spoiled(event), event.session)
             case ev.Open():
                 return self.credits.open(event)
             case ev.Close():
@@ -119,12 +105,12 @@ class Core:
                 self.arena.grow(event.pages)
                 self.catalogue.freed += 1
             case ev.Purge():
-                return common.start(self._purge(event), event.session)
+                return common.start(self.forgetting.purge(event), event.session)
             case ev.Flush():
                 return self.storage.flush(event.session)
             case ev.Configure():
                 self.catalogue.configure(event.limits)
-                return self.credits.share() + common.start(self._shrink())
+                return self.credits.share() + common.start(common.eviction.shrink())
             case ev.Explain():
                 return common.start(explain(common, event), event.session, question=True)
             case ev.List():
@@ -155,7 +141,7 @@ class Core:
     @property
     def purges(self) -> int:
         """Purges under way."""
-        return len(self._purges)
+        return self.forgetting.purges
 
     def _follow(self, effects: list[Effect]) -> list[Effect]:
         """``effects``, and what can be done now that could not before; then all watchers know what is gone."""
@@ -219,9 +205,7 @@ class Core:
     def _left(self, session_id: int, how: Gone) -> list[Effect]:
         self.common.turns.forget(session_id)
         self.storage.forget_flushes(session_id)
-        for purging in self._purges:
-            if purging.session == session_id:
-                purging.session = 0  # it goes on, and nobody is told
+        self.forgetting.left(session_id)
         session = self.sessions.get(session_id)
         if session is None:
             return []
@@ -253,93 +237,6 @@ class Core:
             for row in credits[start : start + ev.MAX_BATCH]:
                 self.catalogue.free(row)
             yield []
-
-    # --- the operator -------------------------------------------------------------------------------------------
-
-    def _purge(self, event: ev.Purge) -> Work:
-        """Forget what is stored now; what is granted while this runs stays."""
-        catalogue, storage = self.catalogue, self.storage
-        last, then = catalogue.next_epoch, self.common.now - event.older
-        unused = catalogue.recency.clock.at(then) if event.older else None
-        marks = storage.marks(then)
-        effects = storage.purge(event.namespace, marks)
-        forgets = {effect.io for effect in effects if isinstance(effect, ev.Forget)}
-        purging = _Purging(event.session, forgets=forgets)
-        self._purges.append(purging)
-        for rows in self._all_rows():
-            names: list[tuple[bytes, int, bytes]] = []
-            for row in rows:
-                if not catalogue.key[row]:
-                    continue
-                index = catalogue.indexes[catalogue.owner[row]]
-                if event.namespace not in (b"", index.namespace.name):
-                    continue
-                covered, later = storage.recorded(row, marks)
-                # When something in DRAM was stored is only known of its record: else its last use counts.
-                slot_is_old = catalogue.epoch[row] < last and (
-                    unused is None or (not covered and not later and catalogue.stamp[row] <= unused)
-                )
-                if covered or slot_is_old:
-                    if later:  # written after this purge has begun
-                        names.append((index.namespace.name, index.group, catalogue.key[row]))
-                    catalogue.note(Kind.PURGED, row)
-                    catalogue.remove(row)
-                    self.counters["purged"] += 1
-                    purging.objects += 1
-                    purging.bytes += index.size
-            if names:
-                more = storage.forget(names)
-                purging.forgets.update(effect.io for effect in more if isinstance(effect, ev.Forget))
-                effects += more
-            yield effects
-            effects = []
-        purging.scanned = True
-        yield effects + self._end_purges()
-
-    def _all_rows(self) -> Iterator[range]:
-        """A slice's rows at a time; all of them anew if an object was given another row meanwhile."""
-        catalogue, moves = self.catalogue, -1
-        while moves != catalogue.moves:
-            moves, end = catalogue.moves, len(catalogue.state)
-            for start in range(0, end, ev.MAX_BATCH):
-                yield range(start, min(start + ev.MAX_BATCH, end))
-
-    def _forgotten(self, event: ev.Done) -> list[Effect]:
-        for purging in self._purges:
-            if event.io in purging.forgets:
-                purging.forgets.remove(event.io)
-                purging.failed |= bool(event.failed)
-        return self._end_purges()
-
-    def _end_purges(self) -> list[Effect]:
-        over = [purging for purging in self._purges if purging.scanned and not purging.forgets]
-        self._purges = [purging for purging in self._purges if purging not in over]
-        return [
-            ev.Purged(purging.session, not purging.failed, purging.objects, purging.bytes)
-            for purging in over
-            if purging.session
-        ]
-
-    def _shrink(self) -> Work:
-        """Keep to limits that were lowered, as far as nothing is held."""
-        catalogue = self.catalogue
-        going = True
-        while going:
-            going = False
-            for _ in range(ev.MAX_BATCH):
-                if not (catalogue.objects > catalogue.limits.max_objects and self.common.eviction.forget_one()):
-                    break
-                going = True
-            yield []
-        cost = 0
-        for name in list(catalogue.limits.quotas):
-            more = True
-            while more:
-                owner = catalogue.namespaces.get(name)
-                more = owner is not None and owner.used > owner.quota.limit and self.common.eviction.evict_own(owner)
-                cost += 1
-                if cost % ev.MAX_BATCH == 0:
-                    yield []
 
     # --- accounts -----------------------------------------------------------------------------------------------
 

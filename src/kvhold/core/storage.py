@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvhold.core import events as ev
-from kvhold.core.backing import Backing, Mark, Name
+from kvhold.core.backing import Backing
 from kvhold.core.common import Common
 from kvhold.core.events import Effect
 from kvhold.core.log.backing import LogBacking
@@ -77,25 +77,6 @@ class Storage:
         if failed:
             self._common.counters[f"{io.kind}_failed"] += 1
         return self._flushed()
-
-    # --- forgetting ---------------------------------------------------------------------------------------------
-
-    def forget(self, names: Sequence[Name]) -> list[Effect]:
-        """Make the loss of some objects outlast the manager."""
-        return [effect for backing in self.backings.values() for effect in backing.forget(names)]
-
-    def purge(self, namespace: bytes, marks: dict[int, Mark]) -> list[Effect]:
-        """Make a purge of what was recorded before ``marks`` outlast the manager."""
-        return [effect for number, one in self.backings.items() for effect in one.purge(namespace, marks[number])]
-
-    def marks(self, then: int) -> dict[int, Mark]:
-        """What was begun to be kept by ``then`` lies before these, by backing."""
-        return {number: backing.mark(then) for number, backing in self.backings.items()}
-
-    def recorded(self, row: int, marks: dict[int, Mark]) -> tuple[bool, bool]:
-        """Whether backings have an object from before ``marks``; and whether from after, or are writing it."""
-        known = [backing.recorded_before(row, marks.get(number)) for number, backing in self.backings.items()]
-        return True in known, False in known
 
     # --- flushes ------------------------------------------------------------------------------------------------
 

@@ -180,8 +180,8 @@ FAULTS: Final = (
     ),
     Fault(
         "what failed to load is not quarantined on disk",
-        "spoiled",
-        "_.forget(names) if names else []",
+        "_quarantine",
+        "self._outlast(names)",
         "[]",
         "a bad object is not found again",
     ),
@@ -322,7 +322,7 @@ FAULTS: Final = (
     ),
     Fault(
         "what is private is forgotten although it is open again",
-        "_forget",
+        "Forgetting.unused",
         "not index.users",
         "True",
         "what somebody has open stays",
@@ -488,8 +488,8 @@ FAULTS: Final = (
     Fault(
         "a purge does not reach what finds objects by their name",
         "purge",
-        "one.purge(namespace, marks[number])",
-        "one.purge(namespace, (0, 0) if one.bit else marks[number])",
+        "one.purge(event.namespace, marks[number])",
+        "one.purge(event.namespace, (0, 0) if one.bit else marks[number])",
         "what was purged is not found again",
     ),
     Fault(
@@ -551,9 +551,9 @@ FAULTS: Final = (
     ),
     Fault(
         "a purge misses what is read meanwhile",
-        "_purge",
-        "covered or slot_is_old",
-        "slot_is_old",
+        "_purge_rows",
+        "recorded or (catalogue.epoch[row] < purge.epoch and unused)",
+        "catalogue.epoch[row] < purge.epoch and unused",
         "what was purged is not found again",
     ),
 )

@@ -7,7 +7,7 @@ import pytest
 
 from kvhold import core
 
-FILES = ("budgets.py", "matching.py", "operations.py")
+FILES = ("budgets.py", "eviction.py", "forgetting.py", "lru.py", "matching.py", "operations.py", "twoq.py")
 LINES, BRANCHES = 30, 10
 BRANCH = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.match_case)
 
