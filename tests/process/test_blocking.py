@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manager_process import Manager
+from manager_process import Manager, all_written
 from peers import populated, status, until
 
 from kvhold.client.attacher import Attacher
@@ -254,6 +254,21 @@ def test_a_copy_that_ends_after_its_space_is_closed_is_not_published(
         gate.open()
         assert publishing.result(60) == [False]
     assert face.look(again, keys_of(1), PATIENT) == b"\0"
+
+
+def test_what_is_on_ssd_alone_is_read_first(serve: Callable[..., Manager], folder: Path, attach: Attach) -> None:
+    manager = serve("--ssd", f"{folder}/ssd:64MiB", dram="4MiB")
+    populated(manager.socket)
+    face, space = attach(manager, size=256 << 10, slots=4)
+    keys = keys_of(*range(24))
+    for each in keys:
+        assert publish(face, space, [each]) == [True]
+        until(lambda: all_written(status(manager.socket)), "it is written")
+    first = keys[:8]
+    assert face.look(space, first, PATIENT) == b"\2" * 8, "there is no room for them in DRAM"
+    hit = face.find(space, first, PATIENT)
+    assert np.array_equal(restore(face, hit), values(first, space.size))
+    nothing_held(face, manager.socket)
 
 
 # --- bounds ---------------------------------------------------------------------------------------------------------

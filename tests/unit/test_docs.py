@@ -62,3 +62,22 @@ def test_the_states_of_a_row() -> None:
         ]
         for facts in STATES.values()
     ]
+
+
+def test_the_walk_through_a_new_engine_names_what_there_is() -> None:
+    root = OPERATIONS.parents[1]
+    source = root / "src" / "kvhold"
+    text = (root / "docs" / "new-engine.md").read_text()
+    files = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert len(files) >= 6
+    for name in files:
+        assert any((folder / name).exists() for folder in (root, source, source / "engines")), name
+    calls = set(re.findall(r"`(session|questions|batches|copies|control)\.(\w+)", text))
+    assert len(calls) >= 10
+    for module, name in calls:
+        folder = source / ("client" if module == "control" else "engines/common")
+        assert f"def {name}(" in (folder / f"{module}.py").read_text(), f"{module}.{name}"
+    known = "".join(path.read_text() for path in [*source.rglob("*.py"), root / "tests" / "toy_engine.py"])
+    for kind, name in set(re.findall(r"`([A-Z]\w+)\.(\w+)`", text)):
+        assert f"class {kind}" in known, kind
+        assert re.search(rf"(def |self\.){name}\b", known), name
