@@ -471,6 +471,7 @@ def audit(core: Core) -> None:
     assert set(storage.reading._tried) <= loading
     assert loading <= storage.reading.queued.keys() | storage.reading._reading.keys()
     placed = [row for row in rows if cat.place[row]]
+    kept = [row for row in rows if cat.kept(row)]
     assert set(placed) <= objects
     assert len({cat.place[row] for row in placed}) == len(placed)
     assert all(cat.kept(row) for row in rows if cat.state[row] in (State.COLD, State.LOADING))
@@ -494,8 +495,8 @@ def audit(core: Core) -> None:
     assert storage.reading.bytes == sum(io.bytes for io in storage.ios.values() if io.kind == "read")
     for number, backing in storage.backings.items():
         assert backing.number == number
+        assert backing.objects == sum(core.common.backings.of(at) is backing for row in kept for at in cat.places(row))
         if isinstance(backing, StoreBacking):
-            assert backing.objects == sum(bool(cat.there[row] & backing.bit) for row in objects)
             writes = [io for io in storage.ios.values() if io.kind == "write" and io.backing is backing]
             assert sorted(backing.writing) == sorted(row for io in writes for row in io.rows)
             waiting = [row for row, place in storage.reading.queued.items() if place >> PLACE_BITS == number]

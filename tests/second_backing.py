@@ -35,6 +35,8 @@ class Waiting:
 class StoreBacking:
     """Reads of one call at a time as they are asked for; one write at a time; no age of anything is known."""
 
+    kind = "store"
+
     def __init__(self, common: Common, event: StoreOpened) -> None:
         self.number = event.backing
         self.bit = 1 << sum(bool(one.bit) for one in common.backings.all.values())

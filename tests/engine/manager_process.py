@@ -90,7 +90,7 @@ class Manager:
 
 def all_written(report: dict[str, Any]) -> bool:
     """Whether, by its report, a manager has written all that it is to write to SSD."""
-    return not report["io_pending"] and not any(log["queued_writes"] for log in report["logs"])
+    return not report["io_pending"] and not any(one["queued_writes"] for one in (*report["logs"], *report["stores"]))
 
 
 def _environment() -> dict[str, str]:

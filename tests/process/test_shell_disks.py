@@ -44,6 +44,8 @@ def text_of(key: int) -> str:
 class SlowStore:
     """Answers from a thread of its own, a few I/Os at a time in any order; ``luck`` decides what fails."""
 
+    named = ""
+
     def __init__(self, arena: memoryview, luck: random.Random) -> None:
         self.submitted = 0
         self.answered = 0
@@ -104,6 +106,8 @@ class SlowStore:
 class SlowDisk(SlowStore):
     """A log: it keeps bytes by place."""
 
+    named = "log"
+
     def __init__(self, arena: memoryview, luck: random.Random) -> None:
         super().__init__(arena, luck)
         self.records: dict[tuple[int, int, int], tuple[tuple[bytes, int, bytes], bytes]] = {}
@@ -142,6 +146,8 @@ class SlowDisk(SlowStore):
 
 class SlowDictionary(SlowStore):
     """A store that keeps bytes by name, loses some, and says of some that it could not look."""
+
+    named = "store"
 
     def __init__(self, arena: memoryview, luck: random.Random) -> None:
         super().__init__(arena, luck)
@@ -292,7 +298,10 @@ def play(seed: int, steps: int, kinds: list[type[SlowStore]]) -> dict[str, int]:
 
         until(quiet, "all I/O is answered, and nothing is held")
         assert [disk.submitted for disk in disks] == [disk.answered for disk in disks]
-        counters: dict[str, int] = status(path)["counters"]
+        said = status(path)
+        assert {kind: each["backings"] for kind, each in said["kept"].items()} == Counter(kind.named for kind in kinds)
+        assert [each["kind"] for each in said["stores"]] == [kind.named for kind in kinds if kind is not SlowDisk]
+        counters: dict[str, int] = said["counters"]
         found = ("keys_asked", "keys_resident", "keys_read")
         misses = [name for name in counters if name.startswith("keys_") and name not in found]
         assert counters["keys_asked"] == counters["keys_resident"] + sum(counters[name] for name in misses)

@@ -125,6 +125,7 @@ ANSWERS = [
     wire.Expired(1, 2),
     wire.Recall(1, 2),
     wire.Flushed(),
+    wire.Flushed(3, {"log": (1, 2), "store": (1, 3)}),
     wire.Explained(("one", "two")),
     wire.Listed(b"k" * 64, b"\1\2", 4096),
     wire.Stored(1, b"k" * 64),

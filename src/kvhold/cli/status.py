@@ -111,13 +111,14 @@ def flush(socket: Socket = None, as_json: AsJson = False) -> None:
     socket = find(socket)
     answer = ask(socket, wire.Flush(), _DISK_SECONDS)
     assert isinstance(answer, wire.Flushed)
-    if not answer.directories:
+    directories, on_ssd = answer.kept.get("log", (0, 0))
+    if not directories:
         fail(
             f"the manager on {socket} has no SSD open: nothing outlasts it; `kvhold status` names directories that it "
             "waits for, `kvhold serve --ssd PATH:SIZE` gives it one"
         )
-    document = {"socket": str(socket), "objects": answer.objects, "on_ssd": answer.on_ssd}
-    said = f"flushed: the manager on {socket}: {answer.on_ssd} of {answer.objects} objects are on SSD"
+    document = {"socket": str(socket), "objects": answer.objects, "on_ssd": on_ssd}
+    said = f"flushed: the manager on {socket}: {on_ssd} of {answer.objects} objects are on SSD"
     show(document, [said], as_json)
 
 

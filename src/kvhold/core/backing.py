@@ -47,7 +47,11 @@ class Backing(Protocol):
     :meth:`left` or :meth:`read`, and whatever it writes it leases from the effect to the answer.
     """
 
+    kind: str
+    """What people and metrics call its kind."""
     number: int
+    objects: int
+    """Objects that it has: those that :meth:`entered` and have not :meth:`left`."""
     bit: int
     """Which bit of a row says that it is here; 0 if this backing gives places."""
 

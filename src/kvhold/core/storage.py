@@ -49,6 +49,14 @@ class Storage:
     def queued_writes(self) -> int:
         return sum(backing.queued_writes for backing in self.backings.values())
 
+    def kept(self) -> dict[str, tuple[int, int]]:
+        """By kind: how many backings there are, and how many objects they have."""
+        kept: dict[str, tuple[int, int]] = {}
+        for backing in self.backings.values():
+            number, objects = kept.get(backing.kind, (0, 0))
+            kept[backing.kind] = number + 1, objects + backing.objects
+        return kept
+
     @property
     def writing(self) -> bool:
         """Whether anything is still to be written that can be: objects, or word of what was forgotten."""

@@ -100,6 +100,10 @@ CLIENTS = {
     "connected": "Connections, those included that are lost and whose process has not ended.",
     "limit": "How many there may be.",
 }
+KEPT = {
+    "backings": "Where objects are kept besides DRAM: each log is a directory on an SSD.",
+    "backed_objects": "Objects that are there; one that several kinds have counts for each.",
+}
 DIRECTIONS = ("read", "write")
 
 
@@ -138,6 +142,11 @@ def metrics(said: dict[str, Any]) -> Iterator[Metric]:
             clients.add_metric([kind], counts[key])
         yield clients
     yield from _of_spaces(said["spaces"])
+    for key, text in KEPT.items():
+        kept = GaugeMetricFamily(f"kvhold_{key}", text, labels=["kind"])
+        for kind, counts in said["kept"].items():
+            kept.add_metric([kind], counts[key])
+        yield kept
     yield from _of_logs(said)
 
 

@@ -98,7 +98,16 @@ def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
                 **(server.stores.opened[number].report() if number in server.stores.opened else {}),
             }
             for number, backing in core.storage.backings.items()
+            if backing.kind == "log"
         ],
+        "stores": [
+            {"store": number, "kind": backing.kind, **backing.report(now)}
+            for number, backing in core.storage.backings.items()
+            if backing.kind != "log"
+        ],
+        "kept": {
+            kind: {"backings": number, "backed_objects": kept} for kind, (number, kept) in core.storage.kept().items()
+        },
         "closed_logs": [
             {"path": str(each.path), "reason": each.reason, "seconds": time.monotonic() - each.since}
             for each in server.stores.latecomers

@@ -259,7 +259,7 @@ class Sessions:
                     self.clients.refuse(connection, not_reached)
                 self._ended(session, wire.Purged(objects, size) if durable else None)
             case ev.Flushed(session, durable):
-                told = wire.Flushed(self._core.objects, self._core.catalogue.backed, len(self._stores.opened))
+                told = wire.Flushed(self._core.objects, self._core.storage.kept())
                 self._ended(session, told if durable else None)
             case _:
                 if isinstance(effect, ev.Opened) and effect.note:

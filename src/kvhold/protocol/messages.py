@@ -299,14 +299,14 @@ class Purged(_Message):
 
 
 class Flushed(_Message):
-    """What waited to be written when the flush was asked for has been; ``on_ssd`` of ``objects`` are there now.
+    """What waited to be written when the flush was asked for has been.
 
-    The others were stored since, are not to be written, or have no room there. ``directories`` are in use.
+    ``kept`` are, by kind of backing, how many there are and how many of the ``objects`` they have now: "log" is a
+    directory on an SSD. The other objects were stored since, are not to be written, or have no room there.
     """
 
     objects: int = 0
-    on_ssd: int = 0
-    directories: int = 0
+    kept: dict[str, tuple[int, int]] = {}
 
 
 class Explained(_Message):

@@ -16,10 +16,12 @@ from kvhold.core.log.writes import Writes, record_of
 class LogBacking:
     """A :class:`~kvhold.core.backing.Backing`. A segment with readers, on their way or expected, is not given up."""
 
+    kind = "log"
     bit = 0
 
     def __init__(self, common: Common, event: LogOpened) -> None:
         self.number = event.backing
+        self.objects = 0
         log = Log(event.backing, event.segments, event.segment_bytes)
         log.seq = event.newest_seq
         self.device = Device(log)
@@ -42,9 +44,11 @@ class LogBacking:
     # --- what is there ------------------------------------------------------------------------------------------
 
     def entered(self, row: int, place: int) -> None:
+        self.objects += 1
         self._segment(place).live += HEADER + self._catalogue.size[row]
 
     def left(self, row: int, place: int) -> None:
+        self.objects -= 1
         self._segment(place).live -= HEADER + self._catalogue.size[row]
         self.dismiss(row)
 
