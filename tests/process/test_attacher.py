@@ -132,3 +132,28 @@ def test_an_own_manager_is_found_in_each_folder(manager: Manager, folder: Path) 
         assert found == [], "it is the engine's own"
     finally:
         half.stop(lambda: None)
+
+
+class Unwelcome(Scheduler):
+    """A half whose sessions are over as soon as they begin."""
+
+    def attached(self, channel: Channel) -> None:
+        channel.abandon()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_who_is_sent_away_again_and_again_waits_longer_each_time(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    monkeypatch.setattr(attacher, "_SHORT_SECONDS", 60.0 if short else 0.0)
+    half, pauses, attached = Attacher(Unwelcome("one"), [manager.socket], None, True), [], []
+    monkeypatch.setattr(half, "_pause", pauses.append)
+    monkeypatch.setattr(half, "_watch", attached.append)
+    half.start(60)
+    until(lambda: len(attached) >= 14, "attached again and again")
+    half.stop(lambda: None)
+    if short:
+        assert pauses[:8] == [0.08 * 2**number for number in range(7)] + [10.0]
+        assert set(pauses[8:]) == {10.0}
+    else:
+        assert not pauses

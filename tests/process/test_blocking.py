@@ -241,6 +241,19 @@ def test_two_spaces_are_two(full: Manager, attach: Attach) -> None:
     works(face, space, keys)
 
 
+def test_a_space_that_cannot_be_is_a_miss_and_ends_nothing(full: Manager, attach: Attach) -> None:
+    """Its namespace is known with objects of another size: the manager ends a session that speaks of it."""
+    one, space = attach(full, "one")
+    two, other = attach(full, "two")
+    works(one, space, keys_of(1))
+    wrong = two.open(Geometry(NAMESPACE, 0, 32, (4 * SIZE,)), 8)
+    until(lambda: not two.attached, "the session is ended")
+    assert two.find(wrong, keys_of(1), 0.1).count == 0
+    two.close_space(wrong)
+    until(lambda: two.look(other, keys_of(1), PATIENT) == b"\1", "without it the engine is served again")
+    works(one, space, keys_of(2))
+
+
 def test_a_copy_that_ends_after_its_space_is_closed_is_not_published(
     full: Manager, attach: Attach, slow: Callable[[str], Gate]
 ) -> None:

@@ -23,6 +23,10 @@ log = logging.getLogger("kvhold")
 
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
+_SHORT_SECONDS = 1.0
+"""A session that is over so soon may have been refused for what was said in it, and the next one would be as well."""
+_LONGEST_PAUSE_SECONDS = 10.0
+"""How long is waited at most after several of them in a row; twice as long each time."""
 _TICK_SECONDS = 0.1
 
 
@@ -112,7 +116,7 @@ class Attacher:
             pass
 
     def _run(self) -> None:
-        attempt = 0
+        attempt = short = 0
         said = ""
         while not self._stopping:
             channel = None
@@ -133,6 +137,7 @@ class Attacher:
             attempt, said = 0, ""
             self.channel = self._last = channel
             self._first.set()
+            begun = time.monotonic()
             try:
                 self._watch(channel)
                 if self._stopping:
@@ -143,6 +148,9 @@ class Attacher:
             channel.abandon()  # closed once the engine's thread has let go of it too
             if not self._stopping:
                 log.warning("kvhold: the manager on %s is gone; attaching again", channel.path)
+            short = short + 1 if time.monotonic() - begun < _SHORT_SECONDS else 0
+            if short > 1:
+                self._pause(min(_RETRY_SECONDS[0] * 2**short, _LONGEST_PAUSE_SECONDS))
 
     def _attach(self) -> Channel:
         hello = self._half.hello()

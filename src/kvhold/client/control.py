@@ -4,6 +4,7 @@ Nothing here waits, except for an answer that the caller brings a budget for. A 
 one that does not run is not asked until it does.
 """
 
+import logging
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,8 @@ from kvhold.client.attacher import Attacher
 from kvhold.client.budget import Budget
 from kvhold.client.channel import Channel
 from kvhold.threads import ENGINE, belongs_to
+
+log = logging.getLogger(__name__)
 
 KeysBySpace = tuple[tuple[int, bytes], ...]
 """(space, keys one after the other), for each space."""
@@ -204,7 +207,8 @@ class Control:
                 self._attachments += 1
                 self.attachment = self._attachments
                 self.incarnation = channel.welcome.incarnation
-            case wire.Refused():
+            case wire.Refused(reason):
+                log.warning("kvhold: the manager ended the session: %s", reason)
                 channel.abandon()
             case _:
                 pass
