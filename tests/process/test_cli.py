@@ -70,7 +70,7 @@ def embedded(
     ours, theirs = socket.socketpair()
     with ours, theirs, path.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, *program, str(path), str(dram), str(theirs.fileno()), "0", *options],
+            [sys.executable, *program, str(path), str(dram), str(theirs.fileno()), "0", "lru", *options],
             stdin=subprocess.DEVNULL,
             stderr=log,
             pass_fds=[theirs.fileno()],

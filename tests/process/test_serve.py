@@ -176,7 +176,7 @@ def test_refuses_what_is_no_socket(folder: Path) -> None:
 
 def test_refuses_a_path_it_cannot_listen_on(folder: Path) -> None:
     assert "longer than 107 bytes; choose a shorter path" in refused(folder / ("x" * 100))
-    done = run("-m", "kvhold.manager", "relative.sock", str(32 << 20), "0", "0")
+    done = run("-m", "kvhold.manager", "relative.sock", str(32 << 20), "0", "0", "lru")
     assert done.returncode == 2
     assert "relative.sock is not an absolute path" in done.stderr
     assert os.listdir(folder) == []
