@@ -1,4 +1,4 @@
-"""What all tests share: ``--long``, which vLLM runs, that they find no manager of this host and can be interrupted."""
+"""What all tests share: how many run, on which vLLM, that they find no manager of this host and can be interrupted."""
 
 import importlib.util
 import os
@@ -21,6 +21,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick") and config.getoption("--long"):
+        raise pytest.UsageError("--quick and --long contradict each other")
     from kvhold.core.rows import Rows
 
     Rows.strict = True
@@ -33,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests marked long")
+    parser.addoption("--quick", action="store_true", help="fewer examples of what is tried at random or by search")
+
+
+@pytest.fixture
+def quick(pytestconfig: pytest.Config) -> bool:
+    """Whether a few examples are enough, for who edits; who merges runs them all."""
+    return bool(pytestconfig.getoption("--quick"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

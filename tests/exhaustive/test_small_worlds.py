@@ -59,8 +59,10 @@ def explore(name: str, events: int, seconds: float, least_depth: int, capsys: py
 
 @pytest.mark.parametrize(("events", "least_depth"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_nothing_breaks_in_a_small_world(name: str, events: int, least_depth: int, capsys: pytest.CaptureFixture[str]):
-    explore(name, events, SECONDS, least_depth, capsys)
+def test_nothing_breaks_in_a_small_world(
+    name: str, events: int, least_depth: int, quick: bool, capsys: pytest.CaptureFixture[str]
+):
+    explore(name, events, 0 if quick else SECONDS, least_depth, capsys)
 
 
 @pytest.mark.long

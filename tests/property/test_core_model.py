@@ -289,8 +289,8 @@ def test_credits_that_were_put_off_are_not_given_up(monkeypatch: pytest.MonkeyPa
         world.always()
 
 
-def test_any_interleaving_keeps_the_rules(monkeypatch: pytest.MonkeyPatch):
-    explore(monkeypatch, examples=200, steps=50)
+def test_any_interleaving_keeps_the_rules(monkeypatch: pytest.MonkeyPatch, quick: bool):
+    explore(monkeypatch, examples=40 if quick else 200, steps=50)
 
 
 def test_any_interleaving_keeps_the_rules_with_another_policy(monkeypatch: pytest.MonkeyPatch):

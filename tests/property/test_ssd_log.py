@@ -159,9 +159,12 @@ def crash(model: Model, driver: Driver, chance: random.Random, *, power: bool) -
     return after
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_right_bytes_or_a_miss(data: st.DataObject) -> None:
+def test_right_bytes_or_a_miss(quick: bool) -> None:
+    how = settings(max_examples=20 if quick else 80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    how(given(st.data())(lives_and_crashes))()
+
+
+def lives_and_crashes(data: st.DataObject) -> None:
     chance = data.draw(st.randoms(use_true_random=False))
     model = Model()
     files = FakeFiles()

@@ -1,10 +1,12 @@
 """The script ``dev``: another vLLM over the installed kernels, and an exit status that tells of every part."""
 
 import os
+import threading
 import zipfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +93,34 @@ def test_a_part_that_fails_fails_all(
     monkeypatch.setattr(dev, "run", run)
     assert dev.check() == status
     assert ran == ["", "0.33"][:parts]
+
+
+@pytest.mark.parametrize("failing", ["", "mypy", "tests/unit", "tests/property"])
+def test_quick_parts_run_side_by_side_and_one_that_fails_fails_all(
+    dev: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: str
+) -> None:
+    together = threading.Barrier(len(dev.QUICK), timeout=60)
+    first = [commands[0] for commands in dev.QUICK]
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        if command in first:
+            together.wait()
+        return SimpleNamespace(returncode=3 * (failing in command), stdout=f"said by {command[0]}\n")
+
+    monkeypatch.setattr(dev.subprocess, "run", run)
+    monkeypatch.setattr(dev, "setup", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        dev.main("test", "--quick")
+    assert ended.value.code == (3 if failing else 0)
+    said = capfd.readouterr().out
+    assert [said.count(f"said by {name}") for name in ("ruff", "mypy", "pytest")] == [2, 1, 2]
+
+
+def test_quick_with_a_vllm_is_refused(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "setup", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        dev.main("test", "--vllm", "0.33", "--quick")
+    assert ended.value.code == 1
 
 
 def test_an_unknown_version_is_refused_by_name(dev: Any, capsys: pytest.CaptureFixture[str]) -> None:
