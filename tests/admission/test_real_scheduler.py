@@ -5,7 +5,6 @@ sample a token gets one.
 """
 
 import importlib.util
-import json
 import random
 import sys
 from collections import Counter, deque
@@ -47,18 +46,10 @@ if importlib.util.find_spec("vllm") is None:
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 import bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from testbed.vllm_config import tiny_config
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
-from vllm.model_executor.models import registry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -147,22 +138,10 @@ KVConnectorFactory.register_connector("AdmissionFake", __name__, Fake.__name__)
 @pytest.fixture(scope="module", autouse=True)
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One configuration for all schedulers of this file, of which each takes a changed copy."""
-    folder = tmp_path_factory.mktemp("model")
-    shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": LONG}
-    (folder / "config.json").write_text(json.dumps(shape | names | {"intermediate_size": 64, "torch_dtype": "float32"}))
-    with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):  # which would import vLLM again
-        Real.config = VllmConfig(
-            model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=LONG, dtype="float32"),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=8, max_num_batched_tokens=LONG, max_model_len=LONG, is_encoder_decoder=False
-            ),
-            cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="AdmissionFake", kv_role="kv_both", kv_load_failure_policy="recompute"
-            ),
-        )
+    Real.config = tiny_config(tmp_path_factory.mktemp("model"), LONG)
+    Real.config.kv_transfer_config = KVTransferConfig(
+        kv_connector="AdmissionFake", kv_role="kv_both", kv_load_failure_policy="recompute"
+    )
     with patch.object(kv_cache_utils, "NONE_HASH", b"none", create=True):
         yield
 

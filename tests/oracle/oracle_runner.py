@@ -264,7 +264,7 @@ class OracleEngine:
         tell = self.connector.update_state_after_alloc
 
         def told(request: Request, blocks: Any, external: int) -> None:
-            if external > 0:
+            if external > 0 and request.request_id in self.live:
                 self.live[request.request_id].external = external
                 self.counts["tokens asked to be restored"] += external
             tell(request, blocks, external)
@@ -340,8 +340,8 @@ class OracleEngine:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, name: str, tokens: list[int], want: int, priority: int = 0) -> None:
-        request = Request(
+    def request(self, name: str, tokens: list[int], want: int, priority: int = 0) -> Request:
+        return Request(
             name,
             tokens,
             SamplingParams(max_tokens=want, ignore_eos=True),
@@ -350,6 +350,9 @@ class OracleEngine:
             priority=priority,
             block_hasher=self._hasher,
         )
+
+    def add(self, name: str, tokens: list[int], want: int, priority: int = 0) -> None:
+        request = self.request(name, tokens, want, priority)
         self.live[name] = Live(Tape(tokens), len(tokens), want, request)
         self.counts["tokens of prompts"] += len(tokens)
         self.scheduler.add_request(request)

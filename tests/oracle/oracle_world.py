@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "engine")]
 import bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
 from manager_process import Manager
 from oracle_kinds import KINDS, Kind
 from oracle_runner import MAX_LEN, OracleEngine, Shape, Weather
-from vllm.config import CacheConfig, DeviceConfig, LoadConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.model_executor.models import registry
+from testbed.vllm_config import tiny_config
+from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -35,25 +34,6 @@ LONGEST = 230  # tokens of a prompt
 MOST_NEW = 24  # tokens generated
 PATIENCE = 30.0
 """Seconds until what still waits is taken to hang."""
-
-
-def base_config(folder: Path) -> VllmConfig:
-    """One configuration for all engines, of which each takes a changed copy."""
-    shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": MAX_LEN}
-    (folder / "config.json").write_text(json.dumps(shape | names | {"intermediate_size": 64, "torch_dtype": "float32"}))
-    with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):  # which would import vLLM again
-        return VllmConfig(
-            model_config=ModelConfig(
-                model=str(folder), skip_tokenizer_init=True, max_model_len=MAX_LEN, dtype="float32"
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=8, max_num_batched_tokens=MAX_LEN, max_model_len=MAX_LEN, is_encoder_decoder=False
-            ),
-            cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
-            device_config=DeviceConfig("cpu"),
-            load_config=LoadConfig(load_format="dummy"),
-        )
 
 
 class _Errors(logging.Handler):
@@ -72,7 +52,7 @@ def surroundings() -> Iterator[tuple[VllmConfig, Manager]]:
     """A configuration and a manager for as many worlds as one likes; leaves nothing behind."""
     hashes = {name: getattr(kv_cache_utils, name, None) for name in ("NONE_HASH", "_NONE_HASH_SEED")}
     with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:
-        base = base_config(Path(folder))
+        base = tiny_config(Path(folder), MAX_LEN)
         manager = Manager(Path(folder), dram="64MiB")
         try:
             yield base, manager

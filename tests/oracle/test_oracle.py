@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from oracle_runner import OracleEngine, Shape, Weather
 from oracle_world import LONGEST, hits, live, need, rest, surroundings
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
 EVENTS = 200
@@ -165,6 +167,58 @@ def after_a_failure(base: Any, kind: Kind, blocks: int, socket: str, prompts: li
         assert counts["restores failed"] == 1
         engine.check_idle()
         return ""
+    finally:
+        engine.close()
+
+
+@dataclass
+class Given:
+    """Blocks that the engine gives to a request, by group; none of them is in its prefix cache."""
+
+    tables: list[list[int]]
+
+    def get_block_ids(self) -> list[list[int]]:
+        return self.tables
+
+    get_unhashed_block_ids_all_groups = get_block_ids
+
+
+def test_a_restore_must_fill_just_the_blocks_that_the_engine_gave(here: tuple[Any, Any]) -> None:
+    """A missing destination would leave a block with another request's data; the engine's null block takes nothing."""
+    base, manager = here
+    kind, prompt = KINDS["mamba"], [random.Random(6).randint(500, 900) for _ in range(6 * 16 + 1)]
+    shape = Shape(need(kind, 512) * 2, 512, 8, answer_deadline_ms=5000.0)
+
+    def started() -> OracleEngine:
+        return OracleEngine(base, kind, shape, str(manager.socket), Weather(random.Random(1)), Counter())
+
+    engine = started()
+    hits(engine, [prompt])
+    engine.close()
+    engine = started()
+    connector = engine.connector
+
+    def copies(states: list[int], attention: list[int]) -> dict[int, list[int]]:
+        """What workers are told to copy where, of a restore of tokens 16 to 96 into these blocks."""
+        request, found = engine.request(f"r {states} {attention}", prompt, 1), None
+        while found is None:
+            found, _ = connector.get_num_new_matched_tokens(request, 16)
+            if found is None:
+                connector.build_connector_meta(SchedulerOutput.make_empty())
+        assert found == 80
+        connector.update_state_after_alloc(request, Given([states, attention]), found)
+        [load] = connector.build_connector_meta(SchedulerOutput.make_empty()).loads
+        assert load.request == request.request_id
+        connector.request_finished_all_groups(request, (states, attention))
+        return {group: blocks for group, blocks, _ in load.parts}
+
+    try:
+        state, table = [0, 0, 0, 0, 0, 5], [7, 8, 9, 10, 11, 12]
+        assert copies(state, table) == {0: [5], 1: [8, 9, 10, 11, 12]}
+        assert copies(state, [7, 8, 0, 10, 11, 12]) == {}, "a null destination"
+        assert copies([0] * 6, table) == {}, "a null destination of a state"
+        assert copies(state, [7, 8, 9]) == {}, "destinations that are missing"
+        assert copies([0, 0, 0, 0, 9, 5], table) == {}, "a block that nothing fills"
     finally:
         engine.close()
 
