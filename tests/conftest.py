@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="kvhold-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["KVHOLD_RUNTIME_DIR"] = folder
+    # Processes that tests start find the testbed where the tests do.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what it puts in the background like this
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

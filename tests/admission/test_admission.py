@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from model import (
+from testbed.admission.model import (
     LOADING,
     Ask,
     Engine,

@@ -6,18 +6,16 @@ sample a token gets one.
 
 import importlib.util
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from model import (
+from testbed.admission.model import (
     ABSENT,
     DONE,
     FAILED,
@@ -43,10 +41,9 @@ from kvhold.engines.vllm.admission import Waiting, may_ask, most_blocks, order_m
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-import bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
+import testbed.engine.bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
 import torch
-from testbed.vllm_config import tiny_config
+from testbed.engine.vllm_config import tiny_config
 from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata

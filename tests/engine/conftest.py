@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
+from testbed.process.manager_process import Manager
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    import bed  # noqa: F401 - sets the environment before any test module imports vLLM
-    from models import write_llama
+    import testbed.engine.bed  # noqa: F401 - sets the environment before any test module imports vLLM
+    from testbed.engine.models import write_llama
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
-import bed
 import pytest
 import torch
-from manager_process import Manager
-from models import write_llama
+from testbed.engine import bed
+from testbed.engine.models import write_llama
+from testbed.process.manager_process import Manager
 
 PROMPTS = [bed.prompt(n, seed) for seed, n in enumerate((33, 100, 320, 500))]
 

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import msgspec
 import pytest
 import torch
-from bed import generate, prompt, scheduler_half
-from kvhold_bed import attached, counting, serving, until, warm_up, worker_side
-from manager_process import Manager
-from testbed.vllm_config import tiny_config
+from testbed.engine.bed import generate, prompt, scheduler_half
+from testbed.engine.kvhold_bed import attached, counting, serving, until, warm_up, worker_side
+from testbed.engine.vllm_config import tiny_config
+from testbed.process.manager_process import Manager
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

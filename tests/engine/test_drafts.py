@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import generate, prompt, reference, settle
-from families import weights
-from kvhold_bed import check_nothing_held, counting, free_blocks, serving, status, until
-from manager_process import Manager
-from models import write_config
+from testbed.engine.bed import generate, prompt, reference, settle
+from testbed.engine.families import weights
+from testbed.engine.kvhold_bed import check_nothing_held, counting, free_blocks, serving, status, until
+from testbed.engine.models import write_config
+from testbed.process.manager_process import Manager
 
 PROMPTS = [prompt(333, 1), prompt(256, 2), prompt(97, 3)]
 METHODS: dict[str, dict[str, Any]] = {

@@ -14,12 +14,25 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from bed import LLM, Output, Tokens, abort, add, block_ids, drain, generate, prompt, scheduler, settle, step
-from engine_process import EngineProcess
-from families import FAMILIES, LONG_FAMILIES, Bench, apart, differing, weights
-from kvhold_bed import connect, flip_byte, status, until
-from manager_process import Manager
-from models import write_gemma3
+from testbed.engine.bed import (
+    LLM,
+    Output,
+    Tokens,
+    abort,
+    add,
+    block_ids,
+    drain,
+    generate,
+    prompt,
+    scheduler,
+    settle,
+    step,
+)
+from testbed.engine.engine_process import EngineProcess
+from testbed.engine.families import FAMILIES, LONG_FAMILIES, Bench, apart, differing, weights
+from testbed.engine.kvhold_bed import connect, flip_byte, status, until
+from testbed.engine.models import write_gemma3
+from testbed.process.manager_process import Manager
 
 from kvhold.copy.host import HostCopier
 

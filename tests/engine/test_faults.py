@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import LLM, add, drain, free_blocks, generate, prompt, reference, running, settle, step
-from kvhold_bed import (
+from testbed.engine.bed import LLM, add, drain, free_blocks, generate, prompt, reference, running, settle, step
+from testbed.engine.kvhold_bed import (
     attached,
     check_identity,
     check_nothing_held,
@@ -20,7 +20,7 @@ from kvhold_bed import (
     until,
     worker_side,
 )
-from manager_process import Manager
+from testbed.process.manager_process import Manager
 
 from kvhold.copy.host import HostCopier
 

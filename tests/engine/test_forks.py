@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from bed import generate, prompt
-from families import FAMILIES, Bench, Family, weights
-from kvhold_bed import counting, scheduler_side
-from manager_process import Manager
+from testbed.engine.bed import generate, prompt
+from testbed.engine.families import FAMILIES, Bench, Family, weights
+from testbed.engine.kvhold_bed import counting, scheduler_side
+from testbed.process.manager_process import Manager
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import LLM, Output, Tokens, free_blocks, generate, reference, running, settle
-from families import FAMILIES, LONG_FAMILIES, Bench, Family
-from fuzz import check_at_random, drive, requests
-from kvhold_bed import (
+from testbed.engine.bed import LLM, Output, Tokens, free_blocks, generate, reference, running, settle
+from testbed.engine.families import FAMILIES, LONG_FAMILIES, Bench, Family
+from testbed.engine.fuzz import check_at_random, drive, requests
+from testbed.engine.kvhold_bed import (
     attached,
     check_identity,
     check_nothing_held,
@@ -25,7 +25,7 @@ from kvhold_bed import (
     until,
     warm_up,
 )
-from manager_process import Manager, all_written
+from testbed.process.manager_process import Manager, all_written
 
 REQUESTS = 40
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 96, "max_num_seqs": 6, "max_model_len": 512}

@@ -10,13 +10,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bed
-import known_options
 import pytest
 import torch
 import vllm.config
-from bed import LLM, Output, Tokens, add, drain, free_blocks, generate, prompt, reference, running, settle, step
-from kvhold_bed import (
+from safetensors.torch import save_file
+from testbed.engine import bed, known_options
+from testbed.engine.bed import (
+    LLM,
+    Output,
+    Tokens,
+    add,
+    drain,
+    free_blocks,
+    generate,
+    prompt,
+    reference,
+    running,
+    settle,
+    step,
+)
+from testbed.engine.kvhold_bed import (
     check_identity,
     check_nothing_held,
     counting,
@@ -28,8 +41,7 @@ from kvhold_bed import (
     warm_up,
     worker_side,
 )
-from manager_process import Manager
-from safetensors.torch import save_file
+from testbed.process.manager_process import Manager
 from vllm.config import MultiModalConfig
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams

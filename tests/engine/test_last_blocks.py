@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import abort, add, generate, prompt, reference, scheduler, scheduler_half, settle, step
-from families import FAMILIES, hit_unit, weights
-from kvhold_bed import check_nothing_held, counting, free_blocks, serving
-from manager_process import Manager
+from testbed.engine.bed import abort, add, generate, prompt, reference, scheduler, scheduler_half, settle, step
+from testbed.engine.families import FAMILIES, hit_unit, weights
+from testbed.engine.kvhold_bed import check_nothing_held, counting, free_blocks, serving
+from testbed.process.manager_process import Manager
 
 PARTIAL = next(family for family in FAMILIES if family.name == "granite_partial")
 

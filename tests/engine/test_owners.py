@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from owners import owned, watched
+from testbed.engine.owners import owned, watched
 
 from kvhold.client.control import Control
 from kvhold.engines.common.mappings import Mappings

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import Output, add, drain, generate, prompt, reference, scheduler, settle, step
-from families import FAMILIES, weights
-from kvhold_bed import check_identity, check_nothing_held, counting, free_blocks, serving, until
-from manager_process import Manager
+from testbed.engine.bed import Output, add, drain, generate, prompt, reference, scheduler, settle, step
+from testbed.engine.families import FAMILIES, weights
+from testbed.engine.kvhold_bed import check_identity, check_nothing_held, counting, free_blocks, serving, until
+from testbed.process.manager_process import Manager
 
 from kvhold.copy.host import HostCopier
 

@@ -4,9 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bed import generate, prompt, reference
-from kvhold_bed import attached, check_identity, counting, in_step_with_others, scheduler_side, serving, until
-from manager_process import Manager
+from testbed.engine.bed import generate, prompt, reference
+from testbed.engine.kvhold_bed import (
+    attached,
+    check_identity,
+    counting,
+    in_step_with_others,
+    scheduler_side,
+    serving,
+    until,
+)
+from testbed.process.manager_process import Manager
 
 from kvhold.engines.common import patience, questions
 from kvhold.engines.vllm.scheduler import SchedulerHalf

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import close, engine, generate, prompt, reference, running
-from engine_process import EngineProcess, packed
-from kvhold_bed import attached, connect, scheduler_side, serving, status, until, warm_up
-from manager_process import Manager
+from testbed.engine.bed import close, engine, generate, prompt, reference, running
+from testbed.engine.engine_process import EngineProcess, packed
+from testbed.engine.kvhold_bed import attached, connect, scheduler_side, serving, status, until, warm_up
+from testbed.process.manager_process import Manager
 from vllm.config import KVTransferConfig
 
 from kvhold.engines.common import attaching

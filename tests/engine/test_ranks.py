@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from bed import generate, prompt
-from kvhold_bed import scheduler_side, serving, worker_side
-from manager_process import Manager
+from testbed.engine.bed import generate, prompt
+from testbed.engine.kvhold_bed import scheduler_side, serving, worker_side
+from testbed.process.manager_process import Manager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,

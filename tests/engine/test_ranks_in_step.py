@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import prompt, running
-from engine_process import packed
-from kvhold_bed import status, until
-from manager_process import Manager
-from models import write_llama
-from rank_in_step import RanksInStep
-from test_identity import LORA, tokens, write_adapter
-from test_identity import ask as ask_one
-from test_patience import SLOW
-from test_resets import namespaces
+from testbed.engine.bed import prompt, running
+from testbed.engine.engine_process import packed
+from testbed.engine.kvhold_bed import status, until
+from testbed.engine.models import write_llama
+from testbed.engine.rank_in_step import RanksInStep
+from testbed.process.manager_process import Manager
 from vllm.lora.request import LoRARequest
+
+from engine.test_identity import LORA, tokens, write_adapter
+from engine.test_identity import ask as ask_one
+from engine.test_patience import SLOW
+from engine.test_resets import namespaces
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
 BLOCKS = 12
@@ -29,7 +30,7 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.model = write_llama(folder / "model", num_local_experts=4)  # which vLLM goes by
         self.adapter = write_adapter(folder / "tuned", 1)
-        changing = {"worker_extension_cls": "retrained.Retrained"}
+        changing = {"worker_extension_cls": "testbed.engine.retrained.Retrained"}
         with running(self.model, connector=None, enable_prefix_caching=False, **LORA, **changing) as llm:
             loaded = LoRARequest("tuned", 1, str(self.adapter))
             self.expected = [packed(ask_one(llm, tokens([each]))[0]) for each in PROMPTS]
@@ -58,7 +59,6 @@ class Rig:
 def rig() -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(prefix="kvhold-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.syspath_prepend(str(Path(__file__).parent))
         rig = Rig(Path(folder))
         try:
             rig.ranks.await_start()

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from bed import engine, prompt, reference, running
-from engine_process import EngineProcess
-from kvhold_bed import connect
-from manager_process import Manager
-from models import write_config
+from testbed.engine.bed import engine, prompt, reference, running
+from testbed.engine.engine_process import EngineProcess
+from testbed.engine.kvhold_bed import connect
+from testbed.engine.models import write_config
+from testbed.process.manager_process import Manager
 
 from kvhold import host
 from kvhold.engines.common.accounts import LABELS, METRICS

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from bed import add, drain, free_blocks, generate, prompt, reference, settle, step, worker_half
-from kvhold_bed import check_nothing_held, counting, serving, until, worker_side
-from manager_process import Manager
+from testbed.engine.bed import add, drain, free_blocks, generate, prompt, reference, settle, step, worker_half
+from testbed.engine.kvhold_bed import check_nothing_held, counting, serving, until, worker_side
+from testbed.process.manager_process import Manager
 
 from kvhold.copy import host
 

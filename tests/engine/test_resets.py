@@ -5,14 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bed
 import pytest
-from bed import LLM, abort, add, generate, prompt, reference, running, settle, step
-from families import FAMILIES, weights
-from kvhold_bed import check_nothing_held, scheduler_side, serving, status, warm_up
-from manager_process import Manager
-from test_identity import PROMPTS, cached, change_weights, changed_truth, objects, run_until, stored
+from testbed.engine import bed
+from testbed.engine.bed import LLM, abort, add, generate, prompt, reference, running, settle, step
+from testbed.engine.families import FAMILIES, weights
+from testbed.engine.kvhold_bed import check_nothing_held, scheduler_side, serving, status, warm_up
+from testbed.process.manager_process import Manager
 
+from engine.test_identity import PROMPTS, cached, change_weights, changed_truth, objects, run_until, stored
 from kvhold.engines.vllm.loaded import Loaded
 
 

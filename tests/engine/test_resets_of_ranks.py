@@ -1,26 +1,25 @@
 """Two tensor-parallel ranks: each has its part of every object, and weights of its own to look at after a reset."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bed
 import pytest
-from bed import LLM, Output, add, generate, prompt, running
-from kvhold_bed import check_nothing_held, scheduler_side, serving, status, until, warm_up
-from manager_process import Manager
-from test_identity import cached, run_until, stored
-from test_resets import WAYS, core, keep, namespaces, reset
+from testbed.engine import bed
+from testbed.engine.bed import LLM, Output, add, generate, prompt, running
+from testbed.engine.kvhold_bed import check_nothing_held, scheduler_side, serving, status, until, warm_up
+from testbed.process.manager_process import Manager
 
-PARALLEL: dict[str, Any] = {"tensor_parallel_size": 2, "worker_extension_cls": "retrained.Retrained"}
+from engine.test_identity import cached, run_until, stored
+from engine.test_resets import WAYS, core, keep, namespaces, reset
+
+PARALLEL: dict[str, Any] = {"tensor_parallel_size": 2, "worker_extension_cls": "testbed.engine.retrained.Retrained"}
 PROMPTS = [prompt(400, seed) for seed in range(2)]
 LONG = prompt(1500, 7)
 
 
 @pytest.fixture(autouse=True)
 def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from bed import (
+from testbed.engine.bed import (
     abort,
     add,
     close,
@@ -18,7 +18,7 @@ from bed import (
     settle,
     step,
 )
-from kvhold_bed import (
+from testbed.engine.kvhold_bed import (
     attached,
     check_identity,
     check_nothing_held,
@@ -31,8 +31,8 @@ from kvhold_bed import (
     until,
     warm_up,
 )
-from manager_process import Manager
-from models import write_llama
+from testbed.engine.models import write_llama
+from testbed.process.manager_process import Manager
 
 from kvhold.engines.common.accounts import METRICS
 

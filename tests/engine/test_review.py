@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bed import drain, free_blocks, generate, prompt, reference, step
-from kvhold_bed import check_nothing_held, scheduler_side, serving, status, until, worker_side
-from manager_process import Manager
-from models import write_llama
+from testbed.engine.bed import drain, free_blocks, generate, prompt, reference, step
+from testbed.engine.kvhold_bed import check_nothing_held, scheduler_side, serving, status, until, worker_side
+from testbed.engine.models import write_llama
+from testbed.process.manager_process import Manager
 
 from kvhold.engines.common.accounts import Accounts
 from kvhold.engines.common.batches import Batch, Batches
@@ -89,7 +89,7 @@ def test_a_forked_child_that_ends_does_not_end_its_parents_session(llama_dir: Pa
                 scheduler_connector = scheduler_side(llm)
                 scheduler_connector.control.bye()
                 worker_side().copies.attacher.channel.bye()  # type: ignore[union-attr]
-                from bed import scheduler_half, worker_half
+                from testbed.engine.bed import scheduler_half, worker_half
 
                 scheduler_half(llm).shutdown()
                 worker_half().shutdown()

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import LLM, drain, generate, prompt, scheduler, settle, step
-from families import FAMILIES, weights
-from fuzz import drive, requests
-from kvhold_bed import attached, scheduler_side, serving, until
-from manager_process import Manager
-from test_identity import LORA, ask, ready, write_adapter
-from test_identity import tokens as as_inputs
+from testbed.engine.bed import LLM, drain, generate, prompt, scheduler, settle, step
+from testbed.engine.families import FAMILIES, weights
+from testbed.engine.fuzz import drive, requests
+from testbed.engine.kvhold_bed import attached, scheduler_side, serving, until
+from testbed.process.manager_process import Manager
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
@@ -23,6 +21,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 import kvhold.engines.common.adapters as adapters_module
 import kvhold.engines.common.spaces as spaces_module
 import kvhold.engines.vllm.events as events_module
+from engine.test_identity import LORA, ask, ready, write_adapter
+from engine.test_identity import tokens as as_inputs
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 from kvhold.engines.common import announcements

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import generate, prompt, running
-from kvhold_bed import status, until, warm_up
+from testbed.engine.bed import generate, prompt, running
+from testbed.engine.kvhold_bed import status, until, warm_up
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import LLM, add, drain, generate, prompt, reference, running, scheduler, settle
-from engine_process import EngineProcess, packed
-from kvhold_bed import connect, counting, scheduler_side, status, until, warm_up
-from manager_process import Manager
 from prometheus_client import REGISTRY
-from siblings import HANDSHAKING, NIXL, Handshaking, beside, example
+from testbed.engine.bed import LLM, add, drain, generate, prompt, reference, running, scheduler, settle
+from testbed.engine.engine_process import EngineProcess, packed
+from testbed.engine.kvhold_bed import connect, counting, scheduler_side, status, until, warm_up
+from testbed.engine.siblings import HANDSHAKING, NIXL, Handshaking, beside, example
+from testbed.process.manager_process import Manager
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bed import generate, prompt, reference, settle
-from engine_process import EngineProcess, packed
-from families import FAMILIES, weights
-from kvhold_bed import connect, counting, serving, status, until, warm_up
-from manager_process import Manager, all_written
 from prometheus_client import REGISTRY
+from testbed.engine.bed import generate, prompt, reference, settle
+from testbed.engine.engine_process import EngineProcess, packed
+from testbed.engine.families import FAMILIES, weights
+from testbed.engine.kvhold_bed import connect, counting, serving, status, until, warm_up
+from testbed.process.manager_process import Manager, all_written
 
 PROMPTS = [prompt(400, seed) for seed in range(40, 44)]
 BLOCK = 32
 FAMILY = {family.name: family for family in FAMILIES}
-FAULTY = Path(__file__).parents[1] / "process" / "ssd_faulty.py"
+FAULTY = Path(__file__).parents[1] / "testbed" / "process" / "ssd_faulty.py"
 WHOLE = [(len(tokens) - 1) // BLOCK * BLOCK for tokens in PROMPTS]
 
 

@@ -1,6 +1,5 @@
 """Engines with pipeline stages: each stage keeps its own layers' part of every object."""
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import Output, free_blocks, generate, prompt, settle
-from families import FAMILIES, Bench, Family, weights
-from fuzz import Chaos, check_at_random, requests
-from kvhold_bed import (
+from testbed.engine.bed import Output, free_blocks, generate, prompt, settle
+from testbed.engine.families import FAMILIES, Bench, Family, weights
+from testbed.engine.fuzz import Chaos, check_at_random, requests
+from testbed.engine.kvhold_bed import (
     check_identity,
     check_nothing_held,
     counting,
@@ -19,10 +18,10 @@ from kvhold_bed import (
     status,
     until,
 )
-from manager_process import Manager
-from staged_worker import CHAOS
+from testbed.engine.staged_worker import CHAOS
+from testbed.process.manager_process import Manager
 
-STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "worker_cls": "staged_worker.StagedWorker"}
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "worker_cls": "testbed.engine.staged_worker.StagedWorker"}
 PROMPTS = [prompt(170, 80 + seed) for seed in range(4)]
 LAYERS: dict[str, Sequence[str]] = {  # vLLM wants each kind of layer on each stage
     "gemma3": ["sliding_attention", "full_attention"] * 2,
@@ -52,7 +51,6 @@ def daily(*names: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import LLM, scheduler
-from kvhold_bed import scheduler_side, serving, until
-from manager_process import Manager
+from testbed.engine.bed import LLM, scheduler
+from testbed.engine.kvhold_bed import scheduler_side, serving, until
+from testbed.process.manager_process import Manager
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from bed import generate, prompt
-from kvhold_bed import counting, scheduler_side, serving
-from manager_process import Manager
+from testbed.engine.bed import generate, prompt
+from testbed.engine.kvhold_bed import counting, scheduler_side, serving
+from testbed.process.manager_process import Manager
 
 from kvhold.engines.vllm.admission import Waiting
 

@@ -4,8 +4,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from search import search
-from small_world import A0, A1, B0, LIMITS, Setting, SmallWorld
+from testbed.exhaustive.search import search
+from testbed.exhaustive.small_world import A0, A1, B0, LIMITS, Setting, SmallWorld
 
 import kvhold.core.catalogue
 import kvhold.core.events

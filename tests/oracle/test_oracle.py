@@ -16,11 +16,10 @@ import pytest
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
-import oracle_world  # noqa: F401 - the environment of vLLM, before it is imported
-from oracle_kinds import KINDS, Kind
-from oracle_kv import WrongBytes
-from oracle_runner import OracleEngine, Shape, Weather
-from oracle_world import LONGEST, hits, live, need, rest, surroundings
+from testbed.oracle.oracle_kinds import KINDS, Kind
+from testbed.oracle.oracle_kv import WrongBytes
+from testbed.oracle.oracle_runner import OracleEngine, Shape, Weather
+from testbed.oracle.oracle_world import LONGEST, hits, live, need, rest, surroundings
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.sched.output import SchedulerOutput

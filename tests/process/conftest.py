@@ -3,18 +3,13 @@
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "engine"))  # manager_process
-
-from manager_process import Manager  # noqa: E402
-from puppet import Puppet  # noqa: E402
+from testbed.process.manager_process import Manager
+from testbed.process.puppet import Puppet
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import urllib.request
 from collections.abc import Callable
 
-from manager_process import Manager
-from peers import Engine, Peer, http_address, populated, status, until
 from prometheus_client.parser import text_string_to_metric_families
+from testbed.process.manager_process import Manager
+from testbed.process.peers import Engine, Peer, http_address, populated, status, until
 
 from kvhold import protocol as wire
 

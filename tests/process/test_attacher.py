@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import until
+from testbed.process.manager_process import Manager
+from testbed.process.peers import until
 
 from kvhold.client import attacher
 from kvhold.client.attacher import Attacher

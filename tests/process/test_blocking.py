@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manager_process import Manager, all_written
-from peers import populated, status, until
+from testbed.process.manager_process import Manager, all_written
+from testbed.process.peers import populated, status, until
 
 from kvhold.client.attacher import Attacher
 from kvhold.client.control import Geometry

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manager_process import Manager
-from peers import NAMESPACE, Engine, keys_of, status, until
-from puppet import environment
-from ssd_load import SMALL, Client, Known
+from testbed.process.manager_process import Manager
+from testbed.process.peers import NAMESPACE, Engine, keys_of, status, until
+from testbed.process.puppet import environment
+from testbed.process.ssd_load import SMALL, Client, Known
 
 from kvhold import __version__
 from kvhold import protocol as wire

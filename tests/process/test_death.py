@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import SHARD, Engine, Peer, populated, status, until
-from puppet import Handle, Puppet
+from testbed.process.manager_process import Manager
+from testbed.process.peers import SHARD, Engine, Peer, populated, status, until
+from testbed.process.puppet import Handle, Puppet
 
 from kvhold import protocol as wire
 

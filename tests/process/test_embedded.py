@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from peers import Peer, Watched, listening_pid, status, until
-from puppet import Handle, Puppet, environment
+from testbed.process.peers import Peer, Watched, listening_pid, status, until
+from testbed.process.puppet import Handle, Puppet, environment
 
 from kvhold.client.channel import AttachError
 from kvhold.client.embedded import Embedded

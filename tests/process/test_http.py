@@ -9,8 +9,8 @@ from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import pytest
-from manager_process import Manager
-from peers import http_address, status, until
+from testbed.process.manager_process import Manager
+from testbed.process.peers import http_address, status, until
 
 from kvhold.manager.http import MAX_CONNECTIONS, MAX_HEAD
 

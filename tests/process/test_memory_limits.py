@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import status, until
-from puppet import environment
+from testbed.process.manager_process import Manager
+from testbed.process.peers import status, until
+from testbed.process.puppet import environment
 
 MIB = 1 << 20
 TAKE = """

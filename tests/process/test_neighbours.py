@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, populated, status, until
-from puppet import Puppet, environment
+from testbed.process.manager_process import Manager
+from testbed.process.peers import KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, populated, status, until
+from testbed.process.puppet import Puppet, environment
 
 from kvhold import protocol as wire
 from kvhold.core.limits import Limits

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import listening_pid, until
-from puppet import environment
+from testbed.process.manager_process import Manager
+from testbed.process.peers import listening_pid, until
+from testbed.process.puppet import environment
 
 from kvhold import places
 

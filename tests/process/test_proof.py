@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import Peer, status, until
-from puppet import Puppet
+from testbed.process.manager_process import Manager
+from testbed.process.peers import Peer, status, until
+from testbed.process.puppet import Puppet
 
 OLD_KERNEL = "import kvhold.manager.proof as proof; proof._SO_PEERPIDFD = 9999\n"
 """Linux before 6.5 knows no SO_PEERPIDFD."""

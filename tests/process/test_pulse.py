@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import until
-from puppet import Puppet
-from test_proof import APART, ELSEWHERE, KERNEL, MAIN, serve
+from testbed.process.manager_process import Manager
+from testbed.process.peers import until
+from testbed.process.puppet import Puppet
+
+from process.test_proof import APART, ELSEWHERE, KERNEL, MAIN, serve
 
 
 def running_in(manager: Manager) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import DEADLINE, KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, populated, status, until
+from testbed.process.manager_process import Manager
+from testbed.process.peers import DEADLINE, KEY_BYTES, NAMESPACE, SHARD, Engine, Peer, keys_of, populated, status, until
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel

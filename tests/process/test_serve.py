@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import Engine, Peer, http_address, keys_of, populated, status, until
 from prometheus_client.parser import text_string_to_metric_families
-from puppet import environment
+from testbed.process.manager_process import Manager
+from testbed.process.peers import Engine, Peer, http_address, keys_of, populated, status, until
+from testbed.process.puppet import environment
 
 from kvhold import protocol as wire
 

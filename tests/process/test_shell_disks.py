@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from manager_process import all_written
-from peers import Engine, keys_of, status, until
-from second_backing import StoreOpened
+from testbed.core.second_backing import StoreOpened
+from testbed.process.manager_process import all_written
+from testbed.process.peers import Engine, keys_of, status, until
 
 from kvhold import protocol as wire
 from kvhold.core import events as ev

@@ -10,9 +10,9 @@ from operator import itemgetter
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import Peer, Watched, listening_pid, populated
-from ssd_load import (
+from testbed.process.manager_process import Manager
+from testbed.process.peers import Peer, Watched, listening_pid, populated
+from testbed.process.ssd_load import (
     LARGE,
     NEW,
     OLD,
@@ -30,10 +30,10 @@ from ssd_load import (
     rebuilt,
     settle,
 )
-from test_serve import refused
 
 from kvhold import protocol as wire
 from kvhold.client.embedded import Embedded
+from process.test_serve import refused
 
 MIB = 1 << 20
 Serve = Callable[..., Manager]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import populated, until
-from ssd_load import (
+from testbed.process.manager_process import Manager
+from testbed.process.peers import populated, until
+from testbed.process.ssd_load import (
     SPACES,
     Client,
     Known,

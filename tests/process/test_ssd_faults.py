@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manager_process import Manager
-from peers import populated, until
-from ssd_load import (
+from testbed.process.manager_process import Manager
+from testbed.process.peers import populated, until
+from testbed.process.ssd_load import (
     NEW,
     OLD,
     SMALL,
@@ -27,8 +27,9 @@ from ssd_load import (
     reports,
     settle,
 )
-from test_serve import refused, run
 from xxhash import xxh3_128_digest
+
+from process.test_serve import refused, run
 
 Serve = Callable[..., Manager]
 

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from manager_process import Manager
-from peers import Peer, populated, status, until
-from ssd_load import NEW, SMALL, Client, Known, no_damage, purge, rebuilt, settle
-from test_cli import embedded, kvhold
-from test_serve import refused
-from test_ssd_bounds import begin, found
+from testbed.process.manager_process import Manager
+from testbed.process.peers import Peer, populated, status, until
+from testbed.process.ssd_load import NEW, SMALL, Client, Known, no_damage, purge, rebuilt, settle
 
 from kvhold import protocol as wire
 from kvhold.core import events as ev
@@ -24,6 +21,9 @@ from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.server import Server
 from kvhold.manager.ssd import Latecomer
+from process.test_cli import embedded, kvhold
+from process.test_serve import refused
+from process.test_ssd_bounds import begin, found
 
 MANY = list(range(1, 301))
 Serve = Callable[..., Manager]

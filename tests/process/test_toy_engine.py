@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from manager_process import Manager
-from peers import populated, status, until
-from toy_engine import BLOCK, Model, PoolEngine, StepEngine
+from testbed.process.manager_process import Manager
+from testbed.process.peers import populated, status, until
+from testbed.toy.toy_engine import BLOCK, Model, PoolEngine, StepEngine
 
 from kvhold.client.attacher import Attacher
 from kvhold.copy.host import HostCopier

@@ -6,17 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_model import (
-    LIMITS,
-    PAGE,
-    PAGES,
-    SLICE,
-    UNIT,
-    said,
-)
-from core_questions import Questions
-from core_rules import NAMESPACES, small
-from fake_disks import Name
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,6 +15,17 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from testbed.core.fake_disks import Name
+from testbed.property.core_model import (
+    LIMITS,
+    PAGE,
+    PAGES,
+    SLICE,
+    UNIT,
+    said,
+)
+from testbed.property.core_questions import Questions
+from testbed.property.core_rules import NAMESPACES, small
 
 from kvhold.core import Core, indexes
 from kvhold.core import events as ev

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ssd_fakes import Driver, FakeFiles, Item
+from testbed.ssd.ssd_fakes import Driver, FakeFiles, Item
 
 from kvhold.core.log.segments import BLOCK, HEADER
 

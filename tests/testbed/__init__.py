@@ -1,4 +1,5 @@
-"""What tests share. They import it as ``testbed.PART.MODULE``; nothing of it is installed with kvhold.
+"""What tests share. Every module below ``tests`` is imported by its path from there: ``testbed.engine.bed``.
 
-``tests`` is on the path of all tests. A script of its own wants ``PYTHONPATH=tests python -m testbed.PART.MODULE``.
+``tests`` is on the path of all tests and of the processes that they start. A module that is also a program wants
+``PYTHONPATH=tests python -m testbed.PART.MODULE``. Nothing of this is installed with kvhold.
 """

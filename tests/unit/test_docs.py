@@ -77,7 +77,9 @@ def test_the_walk_through_a_new_engine_names_what_there_is() -> None:
     for module, name in calls:
         folder = source / ("client" if module == "control" else "engines/common")
         assert f"def {name}(" in (folder / f"{module}.py").read_text(), f"{module}.{name}"
-    known = "".join(path.read_text() for path in [*source.rglob("*.py"), root / "tests" / "toy_engine.py"])
+    known = "".join(
+        path.read_text() for path in [*source.rglob("*.py"), root / "tests" / "testbed" / "toy" / "toy_engine.py"]
+    )
     for kind, name in set(re.findall(r"`([A-Z]\w+)\.(\w+)`", text)):
         assert f"class {kind}" in known, kind
         assert re.search(rf"(def |self\.){name}\b", known), name

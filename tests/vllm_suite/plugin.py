@@ -28,11 +28,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
-import bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
 import pytest
 import selection
+import testbed.engine.bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
 import torch
-from manager_process import Manager
+from testbed.process.manager_process import Manager
 from tests.v1.core import test_scheduler
 from tests.v1.core.utils import create_scheduler
 from tests.v1.kv_connector.unit.utils import MockKVConnector, create_vllm_config

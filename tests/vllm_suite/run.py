@@ -71,7 +71,7 @@ def main() -> int:
     check_complete(root)
     files = [path for path, file in selection.FILES.items() if file.quick or not options.quick]
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir=.", "-p", "plugin", "-p", "no:cacheprovider"]
-    paths = (SUITE, SUITE.parent / "engine", root, *filter(None, [os.environ.get("PYTHONPATH")]))
+    paths = (SUITE, SUITE.parent, root, *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONHASHSEED": "0",  # vLLM seeds its block hashes once per engine, these tests several times per process

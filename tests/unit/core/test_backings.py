@@ -1,7 +1,7 @@
 """Objects that are in a log, in a store that finds them by their name, or in both."""
 
 import pytest
-from core_world import NAMESPACE, SLOT, Engine, World, chain
+from testbed.core.core_world import NAMESPACE, SLOT, Engine, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Reason

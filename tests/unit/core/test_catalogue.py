@@ -1,7 +1,7 @@
 """The catalogue: what goes first, and what must not go."""
 
 import pytest
-from core_world import NAMESPACE, PAGE, SLOT, chain
+from testbed.core.core_world import NAMESPACE, PAGE, SLOT, chain
 
 from kvhold.core.arena import Arena
 from kvhold.core.catalogue import Catalogue

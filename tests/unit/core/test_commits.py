@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from core_world import NAMESPACE, PAGE, SLOT, Slot, World, chain, offsets_of, pack, slots_of
+from testbed.core.core_world import NAMESPACE, PAGE, SLOT, Slot, World, chain, offsets_of, pack, slots_of
 
 from kvhold.core import events as ev
 from kvhold.core.events import Reason, Refuse

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_world import NAMESPACE, SLOT, Engine, World, chain
+from testbed.core.core_world import NAMESPACE, SLOT, Engine, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Added, Answer, Gone, Removed

@@ -3,7 +3,7 @@
 from typing import get_args
 
 import pytest
-from core_world import Engine, World, chain
+from testbed.core.core_world import Engine, World, chain
 
 from kvhold.core.eviction import POLICIES
 from kvhold.engines.common.settings import Settings

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from core_world import NAMESPACE, World, chain
+from testbed.core.core_world import NAMESPACE, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Listed

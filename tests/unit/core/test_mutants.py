@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from core_world import NAMESPACE, PAGE, SLOT, Engine, World, chain
+from testbed.core.core_world import NAMESPACE, PAGE, SLOT, Engine, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Reason

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from core_world import PAGE, SLOT, Engine, World, chain, offsets_of
+from testbed.core.core_world import PAGE, SLOT, Engine, World, chain, offsets_of
 
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Reason, Refuse

@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from core_world import NAMESPACE, SLOT, World, chain
+from testbed.core.core_world import NAMESPACE, SLOT, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Reason

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from core_world import PAGE, SLOT, World, chain
+from testbed.core.core_world import PAGE, SLOT, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Part, Ready, Reason, Refuse, Role

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_world import NAMESPACE, SLOT, Engine, Slot, World, chain, offsets_of, segment_of
+from testbed.core.core_world import NAMESPACE, SLOT, Engine, Slot, World, chain, offsets_of, segment_of
 
 from kvhold.core import events as ev
 from kvhold.core.events import Answer, Cancel, Gone, Reason, Waiting

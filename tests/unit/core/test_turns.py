@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from core_world import NAMESPACE, SLOT, World, chain
+from testbed.core.core_world import NAMESPACE, SLOT, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Effect, Gone

@@ -1,7 +1,7 @@
 """What an operator is told: how much was there, when it was used, what a purge took, whether an SSD is in use."""
 
 import pytest
-from core_world import NAMESPACE, SLOT, World, chain
+from testbed.core.core_world import NAMESPACE, SLOT, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.indexes import Index

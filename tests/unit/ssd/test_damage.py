@@ -1,7 +1,7 @@
 """Whatever happens to a log's files: what is hit is a miss and a count, the rest is as it was, nothing is raised."""
 
 import pytest
-from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items
+from testbed.ssd.ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items
 
 from kvhold.core.log.segments import BLOCK, HEADER
 from kvhold.tiers.ssd.format import checksum

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items, open_log
+from testbed.ssd.ssd_fakes import ROOT, Driver, FakeFile, FakeFiles, Item, items, open_log
 
 from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd import directory

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssd_fakes import Driver, FakeFiles, Item, Recovered, items, open_log
+from testbed.ssd.ssd_fakes import Driver, FakeFiles, Item, Recovered, items, open_log
 
 from kvhold.core.events import Cancel
 from kvhold.core.log.events import Forget, Read, Seal, Stored, Write

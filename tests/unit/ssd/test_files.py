@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ssd_fakes import FakeFiles
+from testbed.ssd.ssd_fakes import FakeFiles
 
 from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd import files as layer

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from ssd_fakes import open_log
+from testbed.ssd.ssd_fakes import open_log
 
 from kvhold.tiers.ssd.directory import claim_log, in_use, open_for_reading
 from kvhold.tiers.ssd.files import RealFiles

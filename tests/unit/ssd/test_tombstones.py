@@ -3,7 +3,7 @@
 import errno
 
 import pytest
-from ssd_fakes import ROOT, Driver, FakeFiles, items
+from testbed.ssd.ssd_fakes import ROOT, Driver, FakeFiles, items
 
 from kvhold.core.log.segments import BLOCK
 from kvhold.tiers.ssd.format import LogHead, encode_log

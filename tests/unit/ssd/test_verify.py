@@ -3,7 +3,7 @@
 import errno
 
 import pytest
-from ssd_fakes import ROOT, Driver, FakeFiles, Item, items
+from testbed.ssd.ssd_fakes import ROOT, Driver, FakeFiles, Item, items
 
 from kvhold.core.log.segments import BLOCK, HEADER
 from kvhold.tiers.ssd.survey import DirectoryError, segment_name

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracle_kinds import Kind
+from testbed.oracle.oracle_kinds import Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from core_world import Slot, audit, known, offsets_of, slots_of
-from fake_disks import FakeDisk, Name, name_of, size_of
+from testbed.core.core_world import Slot, audit, known, offsets_of, slots_of
+from testbed.core.fake_disks import FakeDisk, Name, name_of, size_of
 
 from kvhold.core import Core
 from kvhold.core import events as ev

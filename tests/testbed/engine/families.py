@@ -14,10 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bed import LLM, Output, Tokens, close, engine, free_blocks, generate, prompt, scheduler, settle
-from kvhold_bed import check_nothing_held, connect, warm_up
-from manager_process import Manager
-from models import write_config
+from testbed.engine.bed import LLM, Output, Tokens, close, engine, free_blocks, generate, prompt, scheduler, settle
+from testbed.engine.kvhold_bed import check_nothing_held, connect, warm_up
+from testbed.engine.models import write_config
+from testbed.process.manager_process import Manager
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding

@@ -19,7 +19,7 @@ def environment(**more: str) -> dict[str, str]:
     package = importlib.util.find_spec("kvhold")
     assert package is not None
     assert package.origin is not None
-    paths = [str(Path(package.origin).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(package.origin).parents[1]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | more
 
 
@@ -101,8 +101,8 @@ class Handle:
 
 
 def main() -> None:
-    from asker import Asker
-    from peers import Peer
+    from testbed.process.asker import Asker
+    from testbed.process.peers import Peer
 
     from kvhold.client.embedded import Embedded
 

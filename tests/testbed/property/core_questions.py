@@ -3,20 +3,20 @@
 from collections import Counter
 from dataclasses import replace
 
-from core_model import (
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    precondition,
+    rule,
+)
+from testbed.core.fake_disks import Name
+from testbed.property.core_model import (
     Asked,
     Engine,
     Space,
     said,
     two_by_two,
 )
-from core_rules import Engines, key, rarely, small
-from fake_disks import Name
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    precondition,
-    rule,
-)
+from testbed.property.core_rules import Engines, key, rarely, small
 
 from kvhold.core import events as ev
 from kvhold.core.events import Reason

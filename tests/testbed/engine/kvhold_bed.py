@@ -12,9 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from bed import LLM, free_blocks, generate, prompt, running, scheduler_half, settle, worker_half
-from manager_process import Manager
-from owners import watched
+from testbed.engine.bed import LLM, free_blocks, generate, prompt, running, scheduler_half, settle, worker_half
+from testbed.engine.owners import watched
+from testbed.process.manager_process import Manager
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 
 from kvhold import protocol as wire

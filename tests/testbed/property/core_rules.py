@@ -2,7 +2,16 @@
 
 from collections import Counter
 
-from core_model import (
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    initialize,
+    precondition,
+    rule,
+)
+from testbed.core.core_world import Slot, pack
+from testbed.core.fake_disks import Name
+from testbed.core.second_backing import StoreOpened
+from testbed.property.core_model import (
     PAGE,
     PAGES,
     SEGMENT,
@@ -17,15 +26,6 @@ from core_model import (
     Space,
     said,
 )
-from core_world import Slot, pack
-from fake_disks import Name
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    initialize,
-    precondition,
-    rule,
-)
-from second_backing import StoreOpened
 
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Role

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manager_process import Manager, all_written
-from peers import NAMESPACE, Peer, keys_of, populated, status, until
+from testbed.process.manager_process import Manager, all_written
+from testbed.process.peers import NAMESPACE, Peer, keys_of, populated, status, until
 
 from kvhold import protocol as wire
 

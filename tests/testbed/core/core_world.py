@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_disks import FakeDisk, Flying, Name
-from second_backing import StoreBacking, StoreOpened
+from testbed.core.fake_disks import FakeDisk, Flying, Name
+from testbed.core.second_backing import StoreBacking, StoreOpened
 
 from kvhold.core import Core
 from kvhold.core import events as ev

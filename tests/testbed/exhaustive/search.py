@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from time import monotonic
 
-from small_world import Move, Setting, SmallWorld
+from testbed.exhaustive.small_world import Move, Setting, SmallWorld
 
 STEP: Move = ("step",)
 PATIENCE = 60.0

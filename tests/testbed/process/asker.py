@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peers import KEY_BYTES, NAMESPACE, SHARD, Peer, keys_of, until
+from testbed.process.peers import KEY_BYTES, NAMESPACE, SHARD, Peer, keys_of, until
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel

@@ -1,6 +1,6 @@
 """A random life of engines of one kind, with one manager: requests, aborts, failures, resets, crashes, restarts.
 
-    python tests/oracle/oracle_world.py KIND SEED [SEED...]
+    PYTHONPATH=tests python -m testbed.oracle.oracle_world KIND SEED [SEED...]
 
 tells what happened in them; with ORACLE_ALONE set, in a vLLM without a connector. ORACLE_EVENTS says how long they are.
 A seed fixes all choices, but not the moments at which a manager answers.
@@ -19,12 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "engine")]
-import bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
-from manager_process import Manager
-from oracle_kinds import KINDS, Kind
-from oracle_runner import MAX_LEN, OracleEngine, Shape, Weather
-from testbed.vllm_config import tiny_config
+from testbed.engine.vllm_config import tiny_config
+from testbed.oracle.oracle_kinds import KINDS, Kind
+from testbed.oracle.oracle_runner import MAX_LEN, OracleEngine, Shape, Weather
+from testbed.process.manager_process import Manager
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core import kv_cache_utils
@@ -263,7 +261,7 @@ def live(base: VllmConfig, kind: Kind, seed: int, manager: Manager | None, event
             setattr(world.weather, name, value)
         return world.run(events)
     except Exception as error:
-        error.add_note(f"seen with: ./dev run python tests/oracle/oracle_world.py {kind.name} {seed}")
+        error.add_note(f"seen with PYTHONPATH=tests ./dev run python -m testbed.oracle.oracle_world {kind.name} {seed}")
         raise
 
 

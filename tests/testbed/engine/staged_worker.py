@@ -4,8 +4,8 @@ import os
 import random
 from typing import Any
 
-from families import weights
-from fuzz import Chaos
+from testbed.engine.families import weights
+from testbed.engine.fuzz import Chaos
 from vllm.distributed import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 

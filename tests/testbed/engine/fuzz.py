@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 import pytest
-from bed import LLM, PATIENCE, Output, Tokens, abort, add, prompt, scheduler, settle, step
-from families import Bench, differing, weights
-from kvhold_bed import attached, check_identity, counting, status, until
-from manager_process import Manager
+from testbed.engine.bed import LLM, PATIENCE, Output, Tokens, abort, add, prompt, scheduler, settle, step
+from testbed.engine.families import Bench, differing, weights
+from testbed.engine.kvhold_bed import attached, check_identity, counting, status, until
+from testbed.process.manager_process import Manager
 
 import kvhold.copy.host as host
 from kvhold.copy.host import HostCopier

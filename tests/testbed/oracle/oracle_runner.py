@@ -16,8 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from oracle_kinds import Kind
-from oracle_kv import Array, Memory, Tape, WrongBytes, allocate, first_needed
+from testbed.oracle.oracle_kinds import Kind
+from testbed.oracle.oracle_kv import Array, Memory, Tape, WrongBytes, allocate, first_needed
 from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator

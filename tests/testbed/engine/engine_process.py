@@ -92,9 +92,7 @@ def main() -> None:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    import bed
-    import kvhold_bed
+    from testbed.engine import bed, kvhold_bed
 
     options = json.loads(sys.argv[1])
     model = Path(options.pop("model_dir"))

@@ -37,7 +37,7 @@ def beside(sibling: dict[str, Any], settings: dict[str, Any], *, first: bool) ->
     )
 
 
-HANDSHAKING = {"kv_connector": "Handshaking", "kv_connector_module_path": "siblings"}
+HANDSHAKING = {"kv_connector": "Handshaking", "kv_connector_module_path": "testbed.engine.siblings"}
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_buffer_device": "cpu",

@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine_process import packed
-
 ANSWER_SECONDS = 600.0
 """Until ranks that say nothing are taken to hang: on a busy machine they import vLLM for minutes."""
 
@@ -129,7 +127,8 @@ def main() -> None:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
-    import bed
+    from testbed.engine import bed
+    from testbed.engine.engine_process import packed
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora.request import LoRARequest
@@ -222,7 +221,7 @@ def main() -> None:
         seed=0,
         data_parallel_size=options.pop("ranks"),
         kv_transfer_config=transfer,
-        worker_extension_cls="retrained.Retrained",
+        worker_extension_cls="testbed.engine.retrained.Retrained",
         **options,
     ).create_engine_config()
     config.parallel_config._coord_store_port = store

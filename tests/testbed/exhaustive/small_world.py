@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
-from core_world import Slot, audit, known, offsets_of, pack, segment_of, slots_of
-from fake_disks import FakeDisk, Name
-from second_backing import StoreBacking, StoreOpened
+from testbed.core.core_world import Slot, audit, known, offsets_of, pack, segment_of, slots_of
+from testbed.core.fake_disks import FakeDisk, Name
+from testbed.core.second_backing import StoreBacking, StoreOpened
 
 from kvhold.core import Core
 from kvhold.core import events as ev

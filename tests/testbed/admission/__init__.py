@@ -1,0 +1,1 @@
+"""vLLM's scheduler as a pure function."""

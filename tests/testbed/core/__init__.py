@@ -1,0 +1,1 @@
+"""The core alone: worlds of engines, and disks that are numbers."""

@@ -1,0 +1,1 @@
+"""Managers and their clients as processes of their own."""

@@ -1,0 +1,1 @@
+"""Files and disks that are not there."""

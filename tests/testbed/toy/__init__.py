@@ -1,0 +1,1 @@
+"""An engine that is a paged cache and a step loop, without a model."""
