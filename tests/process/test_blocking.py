@@ -302,6 +302,16 @@ def test_without_room_one_waits_as_long_as_one_says(full: Manager, attach: Attac
     works(face, space, more)
 
 
+def test_what_can_never_be_stored_is_not_waited_for(full: Manager, attach: Attach) -> None:
+    face, space = attach(full, size=64 << 20, slots=4)
+    until(lambda: face._control.notes, "the manager says that its arena is smaller")
+    memory = np.zeros(space.size, np.uint8)
+    begun = time.monotonic()
+    assert face.publish(space, keys_of(1), [[(memory.ctypes.data, space.size)]], 600.0) == [False]
+    assert time.monotonic() - begun < 600
+    assert face.counts == {"offered": 1, "unpublished_too_large": 1}
+
+
 def test_a_stopped_manager_is_waited_for_once(full: Manager, attach: Attach) -> None:
     face, space = attach(full)
     keys = keys_of(*range(8))

@@ -122,6 +122,7 @@ class Control:
         self.incarnation = 0
         self.reports: tuple[bytes, ...] = ()  # of the workers of this attachment
         self.credit: dict[int, Slots] = {}
+        self.notes: dict[int, str] = {}  # by space, why nothing can be stored there
         self.watcher: Watcher | None = None
         self._key_bytes: dict[int, int] = {}  # by space
         self._attacher = attacher
@@ -160,6 +161,7 @@ class Control:
     def _reset(self) -> None:
         self.attachment = 0
         self.credit.clear()
+        self.notes.clear()
         self._asked.clear()
         self._granted.clear()
         self._key_bytes.clear()
@@ -185,6 +187,8 @@ class Control:
             case wire.Expired(op, revision):
                 if self._latest(op, revision):
                     del self._asked[op]  # it holds nothing any more
+            case wire.Opened(space, _, note) if note and space in self.credit:
+                self.notes[space] = note
             case wire.Recall(space, keep):
                 slots = self.credit.get(space)
                 if slots is not None and (surplus := min(len(slots), self._granted[space] - keep)) > 0:
@@ -231,6 +235,7 @@ class Control:
     def close(self, space: int) -> None:
         """Stop speaking of ``space``. Slots that were taken may still be committed or returned."""
         slots = self.credit.pop(space, None)
+        self.notes.pop(space, None)
         self._key_bytes.pop(space, None)
         if slots is not None:
             self._send(wire.Close(space))

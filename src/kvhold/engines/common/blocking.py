@@ -407,7 +407,7 @@ class Blocking:
         """The session, of each key from ``skip`` on whether it is there, and why nothing can be stored if so."""
         size = space.geometry.key_bytes
         nowhere = bytes(max(0, len(packed) // size - skip))
-        if reason := self._hindrance(space):
+        if reason := self._hindrance(space) or ("too_large" if space.number in self._control.notes else ""):
             return 0, nowhere, reason
         control = self._control
         attachment, before = control.attachment, 1 if skip else 0
