@@ -69,6 +69,7 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
         ({"dram": "0"}, "'dram' has the value '0', which is too small; give at least 2MiB"),
         ({"dram": "64"}, "'dram' has the value '64', which is too small; give at least 2MiB"),
         ({"dram": "900TiB"}, "'dram' has the value '900TiB', which is more than the host has, .*GiB; give less"),
+        ({"eviction": "fifo"}, "'eviction' has the value 'fifo'; write \"lru\" or \"2q\""),
         ({"ssd": "relative:1GiB"}, "'ssd' has the value 'relative:1GiB'; give an absolute path"),
         ({"socket": "relative.sock"}, "'socket' has the value 'relative.sock', which is not an absolute path"),
         ({"socket": "/" + "x" * 107}, "'socket' has the value '/x+', which is longer than 107 bytes; choose a shorter"),
@@ -92,7 +93,7 @@ def test_a_wrong_type_is_answered_with_what_to_write(name: str) -> None:
     if "true or false" in advice:
         example = True
     else:
-        [text] = re.findall(r'like ("\S+"|[\d.]+)$', advice)
+        [text] = re.findall(r'(?:like|or) ("\S+"|[\d.]+)$', advice)
         example = json.loads(text)
     assert getattr(msgspec.convert({name: example}, Settings), name) == example
 

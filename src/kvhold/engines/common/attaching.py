@@ -27,7 +27,7 @@ def make_attacher(half: Half, engine: str, settings: Settings, reads: bool) -> A
     if settings.socket is not None:
         return Attacher(half, [Path(settings.socket)], None, reads)
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
-    embedded = Embedded(own_sockets(engine), dram, settings.huge_pages, settings.ssd, settings.eviction or "lru")
+    embedded = Embedded(own_sockets(engine), dram, settings.huge_pages, settings.ssd, settings.eviction)
     # The scheduler speaks for all of an engine's halves: what each of them finds is the same.
     preferred = None if reads else partial(_say_what_is_ignored, own_settings(settings))
     return Attacher(half, sockets(), embedded, reads, preferred)

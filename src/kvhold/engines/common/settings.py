@@ -36,8 +36,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Back the engine's own manager's arena with huge pages, which must be there."""
     ssd: str | None = None
     """A directory of the engine's own manager and its size, e.g. ``/var/cache/kvhold:500GiB``; outlives restarts."""
-    eviction: Literal["lru", "2q"] | None = None
-    """Which objects the engine's own manager evicts first: ``lru`` (the default) those used longest ago, ``2q`` of
+    eviction: Literal["lru", "2q"] = "lru"
+    """Which objects the engine's own manager evicts first: ``lru`` those used longest ago, ``2q`` of
     those that were used once, as long as they are half."""
     epoch: str | None = None
     """Whatever stands for the weights' age where their files do not, e.g. ``step-1200``: engines share within one."""
@@ -56,7 +56,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def own_settings(settings: Settings) -> list[str]:
     """Those that were set of the ones for the engine's own manager."""
-    return [name for name in ("dram", "huge_pages", "ssd", "eviction") if getattr(settings, name)]
+    return [
+        name
+        for name in ("dram", "huge_pages", "ssd", "eviction")
+        if getattr(settings, name) != getattr(Settings(), name)
+    ]
 
 
 def load_settings(given: dict[str, Any], where: str) -> Settings:
