@@ -103,6 +103,64 @@ def test_purge_says_what_it_did(manager: Manager) -> None:
     until(lambda: status(manager.socket)["objects"] == 0, "purged objects gone")
 
 
+# --- the audit ----------------------------------------------------------------------------------------------------
+
+
+def counter(manager: Manager, name: str) -> float:
+    status, body = get(manager, "/metrics")
+    assert status == 200
+    return next(
+        sample.value
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+        if sample.name == f"kvhold_{name}_total"
+    )
+
+
+def test_an_audit_finds_nothing_wrong_with_a_manager_at_work(serve: Callable[..., Manager]) -> None:
+    manager = serve("--audit", "--http", "127.0.0.1:0", dram="32MiB")
+    engine = Engine(manager.socket, "one")
+    engine.store([1, 2, 3])
+    until(lambda: counter(manager, "audits") > 0, "the end of an audit")
+    assert counter(manager, "audit_violations") == 0
+    assert "ERROR" not in manager.log_tail()
+    engine.bye()
+
+
+def test_what_an_audit_finds_is_logged_once_and_counted_each_time(serve: Callable[..., Manager]) -> None:
+    broken = (
+        "import kvhold.core.catalogue as c, kvhold.manager.audit as a; from kvhold.cli import main\n"
+        "use = c.Catalogue.use\n"
+        "def used(self, index): use(self, index); self.objects += 1\n"
+        "c.Catalogue.use = used; a.PASS_SECONDS = 0.01; main()"
+    )
+    manager = serve("--audit", "--http", "127.0.0.1:0", dram="32MiB", program=("-c", broken))
+    assert counter(manager, "audit_violations") == 0
+    engine = Engine(manager.socket, "one")
+    until(lambda: counter(manager, "audit_violations") > 2, "what is wrong")
+    log = manager.log.read_text()
+    (told,) = [line for line in log.splitlines() if "audit: " in line]
+    assert " ERROR " in told
+    assert "all and only rows that can be found are in an index; not so: number of objects is 0, and said to be" in told
+    engine.store([1])
+    assert manager.alive, "it serves on"
+
+
+def test_a_move_that_is_not_allowed_is_refused_logged_and_counted(serve: Callable[..., Manager]) -> None:
+    broken = (
+        "import kvhold.core.catalogue as c; from kvhold.cli import main\n"
+        "use = c.Catalogue.use\n"
+        "def used(self, index): use(self, index); self.move(self.new(), c.State.DOOMED)\n"
+        "c.Catalogue.use = used; main()"
+    )
+    manager = serve("--http", "127.0.0.1:0", dram="32MiB", program=("-c", broken))
+    engine = Engine(manager.socket, "one")
+    engine.store([1, 2])
+    until(lambda: " ERROR " in manager.log.read_text(), "the log's word of it")
+    assert "a change of a slot's state was against the rules and was not made, 1 times" in manager.log_tail()
+    assert counter(manager, "forbidden_moves") == 1
+
+
 # --- the socket -----------------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,9 @@ def serve(
     eviction: Annotated[
         str, typer.Option(help="Evict what was used longest ago (lru) or used only once (2q).")
     ] = "lru",
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Check its own books while it serves; log and count what is wrong.")
+    ] = False,
 ) -> None:
     """Run a manager in the foreground until SIGTERM or SIGINT."""
     from kvhold.core.eviction import POLICIES
@@ -100,5 +103,6 @@ def serve(
         http=_address(http) if http else None,
         ssd=tuple(_ssd(directory, min_free) for directory in ssd or ()),
         limits=Limits(write_rate=write_rate, second_touch=ssd_second_touch),
+        audit=audit,
     )
     raise typer.Exit(run(config))

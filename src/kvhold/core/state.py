@@ -12,6 +12,7 @@ Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``lru``, ``backing`
 from collections import Counter
 
 from kvhold.core import events as ev
+from kvhold.core.audit import RULES
 from kvhold.core.budgets import Budgets
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.common import Common
@@ -269,6 +270,10 @@ class Core:
             "doomed": states[State.DOOMED],
             "limbo": states[State.LIMBO],
         }
+
+    def audit(self) -> list[str]:
+        """In words, every rule about the core's collections that does not hold, and of what."""
+        return [str(finding) for finding in RULES.findings(self)]
 
     @property
     def objects(self) -> int:

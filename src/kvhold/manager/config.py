@@ -31,7 +31,8 @@ class SsdConfig:
 class ManagerConfig:
     """``dram`` bytes of arena; ``http`` is host and port of metrics and health; ``starter_fd`` makes it embedded.
 
-    ``eviction`` is one of :data:`kvhold.core.eviction.POLICIES`.
+    ``eviction`` is one of :data:`kvhold.core.eviction.POLICIES`. With ``audit`` it
+    checks its own books while it serves.
     """
 
     socket: Path
@@ -42,6 +43,7 @@ class ManagerConfig:
     starter_fd: int | None = None
     ssd: tuple[SsdConfig, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    audit: bool = False
 
 
 def parse_ssd(text: str, min_free: int) -> SsdConfig:

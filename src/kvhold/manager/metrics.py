@@ -60,6 +60,8 @@ COUNTERS = {
     "rewritten": "Of those, objects in DRAM that are written again.",
     "stale_io": "Answers to I/Os that were answered already.",
     "clock_went_back": "Times that the clock went back.",
+    "audits": "Times that kvhold serve --audit has looked at all rules of the manager's books.",
+    "audit_violations": "Rules that did not hold then, each time that one did not: an error of kvhold.",
     "forbidden_moves": "Changes of a slot's state that are against the rules and were not made: an error of kvhold.",
 }
 SPACE_GAUGES = {

@@ -14,6 +14,7 @@ from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.core.eviction import POLICIES
 from kvhold.core.turns import Work
+from kvhold.manager.audit import Auditor
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
@@ -60,6 +61,8 @@ class Server:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self.wake_descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._look_at = 0.0
+        self._auditor = Auditor(self.core) if config.audit else None
+        self._forbidden = 0  # moves of which the log tells
         self._stopping = False
         self._slices = 0  # of the core's work, ever
         self._moved = False  # whether the last turn did anything
@@ -139,6 +142,8 @@ class Server:
                 self._tick()
                 self.sessions.expire()
                 self._look()
+                if self._auditor is not None:
+                    self._auditor.turn()
                 self._moved = bool(ready) or done != (self.clients.handled, self._slices)
                 self.sessions.times.turns.observe(time.monotonic() - begun)
         finally:
@@ -172,6 +177,8 @@ class Server:
             waiting.append(ends)
         if (deadline := self.core.next_deadline) is not None:
             waiting.append(deadline / 1e9)
+        if self._auditor is not None:
+            waiting.append(self._auditor.due)
         return max(0.0, min(waiting) - time.monotonic())
 
     def _work(self) -> None:
@@ -193,11 +200,15 @@ class Server:
             self._apply(self.core.handle(ev.Tick(self.clients.behind()), now))
 
     def _look(self) -> None:
-        """Listen again where somebody has removed the socket."""
+        """Listen again where somebody has removed the socket, and tell of what the core has refused itself."""
         now = time.monotonic()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
+        if (forbidden := self.core.counters["forbidden_moves"]) != self._forbidden:
+            times = forbidden - self._forbidden
+            log.error("a change of a slot's state was against the rules and was not made, %d times", times)
+            self._forbidden = forbidden
         if not self.listener.is_there() and (former := self.listener.put_back()) is not None:
             self._poller.unregister(former.fileno())
             former.close()
