@@ -831,7 +831,7 @@ def test_of_many_announced_blocks_each_step_asks_about_a_few() -> None:
                 if key not in there:
                     there.add(key)
                     events.expect(space, key, slot)
-                    line.inbox.append(wire.Stored(space, key))
+                    line.inbox.append(wire.Added(space, key))
             step()
             steps += 1
             if not line.asked and not line.inbox:

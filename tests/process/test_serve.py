@@ -378,7 +378,7 @@ def test_who_watches_is_told_what_can_be_found_and_what_cannot_any_more(manager:
     watcher, deaf = Engine(manager.socket, "one", watch=True), Engine(manager.socket, "two")
     deaf.store([3, 4])
     watcher.scheduler.commit([1, 2, 3])
-    assert watcher.scheduler.expect(wire.Stored) == wire.Stored(1, keys_of([1, 2, 3]))
+    assert watcher.scheduler.expect(wire.Added) == wire.Added(1, keys_of([1, 2, 3]))
     admin = Peer(manager.socket)
     admin.join("admin")
     admin.send(wire.Purge())

@@ -128,7 +128,7 @@ ANSWERS = [
     wire.Flushed(3, {"log": (1, 2), "store": (1, 3)}),
     wire.Explained(("one", "two")),
     wire.Listed(b"k" * 64, b"\1\2", 4096),
-    wire.Stored(1, b"k" * 64),
+    wire.Added(1, b"k" * 64),
     wire.Removed(1, b"k" * 64),
     wire.Configured(b"{}"),
     wire.Grant(1, b"rows", b"offsets.", b"epochs.."),

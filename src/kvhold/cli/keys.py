@@ -9,7 +9,7 @@ from kvhold import protocol as wire
 from kvhold.cli.ask import Socket, ask_on, connect, fail, groups_of, parse_namespace
 from kvhold.cli.show import AsJson, show
 
-_TIERS = {1: "dram", 2: "ssd"}
+_TIERS = {wire.Tier.DRAM: "dram", wire.Tier.BACKING: "ssd"}
 
 
 def keys(

@@ -202,7 +202,7 @@ class Control:
                     slots.offsets.frombytes(offsets)
                     slots.epochs.frombytes(epochs)
                     self._granted[space] += len(rows) // 4
-            case wire.Stored(space, keys) if self.watcher is not None and space in self._key_bytes:
+            case wire.Added(space, keys) if self.watcher is not None and space in self._key_bytes:
                 self.watcher.stored(space, _split(keys, self._key_bytes[space]))
             case wire.Removed(space, keys) if self.watcher is not None and space in self._key_bytes:
                 self.watcher.removed(space, _split(keys, self._key_bytes[space]))

@@ -6,6 +6,7 @@ Sessions are numbered by the shell and never reused. Packed fields are little-en
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from kvhold.core.limits import Limits
 
@@ -28,6 +29,14 @@ class Gone(StrEnum):
     SAID = "said"  # its owner said that nothing of it is in use any more
     DEAD = "dead"  # its process is proved dead
     UNKNOWN = "unknown"  # the socket closed; the process may still be copying
+
+
+class Tier:
+    """Where a key is, as a byte."""
+
+    NOWHERE: Final = 0
+    DRAM: Final = 1
+    BACKING: Final = 2  # in a backing alone, or on its way from there
 
 
 class Reason(StrEnum):
@@ -417,7 +426,7 @@ class Waiting:
 
 @dataclass(slots=True, frozen=True)
 class Residency:
-    """Answer to a :class:`Lookup`: per part, a byte for each key: 0 nowhere, 1 in DRAM, 2 in a log alone."""
+    """Answer to a :class:`Lookup`: per part, the :class:`Tier` of each key as a byte."""
 
     session: int
     op: int

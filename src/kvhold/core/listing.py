@@ -2,7 +2,7 @@
 
 from kvhold.core import events as ev
 from kvhold.core.common import Common
-from kvhold.core.rows import State
+from kvhold.core.rows import TIERS
 from kvhold.core.turns import Work
 
 _ROWS, _MOVES = (1 << 32) - 1, (1 << 30) - 1
@@ -23,7 +23,7 @@ def listing(common: Common, event: ev.List) -> Work:
         for one in range(row, end):
             if key[one] and owner[one] == index.id:
                 keys.append(key[one])
-                tiers.append(1 if state[one] <= State.LEASED else 2)
+                tiers.append(TIERS[state[one]])
         row = end
         yield []
     over = row < last and catalogue.moves & _MOVES == now

@@ -11,7 +11,7 @@ from kvhold.core.common import Common, split
 from kvhold.core.events import Effect, Reason
 from kvhold.core.indexes import Index
 from kvhold.core.operations import Operations, name_of
-from kvhold.core.rows import State
+from kvhold.core.rows import TIERS, State
 from kvhold.core.sessions import Attachment, Operation, Part, Phase
 from kvhold.core.story import Kind, block_of, fingerprint
 from kvhold.core.turns import Work
@@ -163,7 +163,7 @@ class Matching:
             for start in range(0, len(keys), ev.MAX_BATCH * index.key_bytes):
                 for key in split(keys[start : start + ev.MAX_BATCH * index.key_bytes], index.key_bytes):
                     row = index.get(key)
-                    here.append(0 if row is None else 1 if state[row] <= State.LEASED else 2)
+                    here.append(ev.Tier.NOWHERE if row is None else TIERS[state[row]])
                 yield []
             tiers.append(bytes(here))
         yield [ev.Residency(event.session, event.op, tuple(tiers))]

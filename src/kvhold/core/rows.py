@@ -12,6 +12,8 @@ from array import array
 from collections import Counter
 from typing import Final, NamedTuple
 
+from kvhold.core.events import Tier
+
 
 class State:
     """Plain integers: an enum's members would double the cost of every loop over rows."""
@@ -108,6 +110,12 @@ STATES: Final[dict[int, Facts]] = {
 """In the order of an object's life; a list's own row comes last."""
 
 NAMES: Final = tuple(facts.name for _, facts in sorted(STATES.items()))
+_READABLE: Final = (State.RESIDENT, State.LEASED)
+TIERS: Final = bytes(
+    Tier.DRAM if state in _READABLE else Tier.BACKING if facts.found else Tier.NOWHERE
+    for state, facts in sorted(STATES.items())
+)
+"""Where an object is, by its state."""
 _SLOT: Final = tuple(facts.slot for _, facts in sorted(STATES.items()))
 _BECOMES: Final = tuple(frozenset(facts.becomes) for _, facts in sorted(STATES.items()))
 

@@ -1,5 +1,10 @@
 """From messages to events, with all checked that the core relies on, and from effects to messages."""
 
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import astuple, replace
+
 from kvhold import protocol as wire
 from kvhold.core import events as ev
 
@@ -53,49 +58,74 @@ LATER, ANSWERS = (
 """An operator's questions that take time, and their answers: there is one at a time."""
 
 
+_EVENTS: dict[type, Callable[..., ev.Event]] = {
+    message: getattr(ev, message.__name__)
+    for message in (*MAY_SAY["scheduler"], *MAY_SAY["worker"], wire.List)
+    if message not in (wire.Retire, wire.Bye)
+}
+"""What the core hears of as it was said: an event has its message's name and, after the session, its fields."""
+_MESSAGES: dict[type, type[Any]] = {
+    getattr(ev, message.__name__): message
+    for message in (
+        wire.Opened,
+        wire.Answer,
+        wire.Waiting,
+        wire.Residency,
+        wire.Expired,
+        wire.Recall,
+        wire.Grant,
+        wire.Added,
+        wire.Removed,
+        wire.Listed,
+        wire.Explained,
+    )
+}
+"""What a session is told as the core says it, by effect: a message has its effect's name and fields."""
+
+
 def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
     """The core event of a session's message. Raises ProtocolError where packed fields do not fit each other."""
+    _check(message)
+    if isinstance(message, wire.Open):
+        message = replace(message, label=_printable(message.label))
+    return _EVENTS[type(message)](session, *astuple(message))
+
+
+def message_of(effect: ev.ToSession) -> wire.ManagerMessage:
+    """What a session is told of an effect that concerns it alone."""
+    kind = _MESSAGES[type(effect)]
+    told: wire.ManagerMessage = kind(*[getattr(effect, name) for name in kind.__struct_fields__])
+    return told
+
+
+def _check(message: wire.ClientMessage) -> None:
+    """All that the core relies on."""
     match message:
-        case wire.Mapped():
-            return ev.Mapped(session)
-        case wire.Query(op, revision, space, skip, keys):
+        case wire.Query(op, revision, _, skip, keys):
             _check_numbers(op, revision)
             if not 0 <= skip <= ev.MAX_QUERY_KEYS or len(keys) > ev.MAX_QUERY_KEYS * MAX_KEY_BYTES:
                 raise wire.ProtocolError(f"query of {len(keys)} bytes from {skip}")
-            return ev.Query(session, op, revision, space, skip, keys)
         case wire.Lookup(op, parts):
             _check_numbers(op)
             _check_parts(parts)
-            return ev.Lookup(session, op, parts)
         case wire.Prepare(op, revision, parts, used):
             _check_numbers(op, revision)
             _check_parts((*parts, *used))
-            return ev.Prepare(session, op, revision, parts, used)
-        case wire.Cut(op, space, key, position):
+        case wire.Cut(op, _, key, position):
             _check_numbers(op)
             if not 0 < len(key) <= MAX_KEY_BYTES or not 0 <= position < MAX_NUMBER:
                 raise wire.ProtocolError(f"hit cut at block {position} by a key of {len(key)} bytes")
-            return ev.Cut(session, op, space, key, position)
         case wire.Hurry(op, revision):
             _check_numbers(op, revision)
-            return ev.Hurry(session, op, revision)
-        case wire.Started(ops):
-            return ev.Started(session, ops)
-        case wire.Spoiled(op):
-            return ev.Spoiled(session, op)
-        case wire.Release(ops):
-            return ev.Release(session, ops)
-        case wire.Commit(space, parent, depth, keys, rows, epochs, shards):
+        case wire.Commit(_, parent, depth, keys, rows, epochs):
             _check_batch(rows, epochs)
             if not 0 <= depth <= MAX_NUMBER - len(rows) // 4 or len(parent) > MAX_KEY_BYTES:
                 raise wire.ProtocolError(f"commit at depth {depth} after a key of {len(parent)} bytes")
             if not rows or len(keys) % (len(rows) // 4):
                 raise wire.ProtocolError("commit whose keys do not fit its rows")
-            return ev.Commit(session, space, parent, depth, keys, rows, epochs, shards)
         case wire.Return(rows, epochs):
             _check_batch(rows, epochs)
-            return ev.Return(session, rows, epochs)
-        case wire.Open(space, namespace, group, key_bytes, shards, slots, watch, label, chain, private):
+        case wire.Open(_, namespace, group, key_bytes, shards, slots):
             if (
                 len(namespace) != 32
                 or not 0 <= group < MAX_NUMBER
@@ -104,46 +134,10 @@ def event_of(session: int, message: wire.ClientMessage) -> ev.Event:
                 or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
             ):
                 raise wire.ProtocolError("space without a proper namespace, group, key length or shards")
-            about = namespace, group, key_bytes, shards
-            return ev.Open(session, space, *about, slots, watch, _printable(label), chain, private)
-        case wire.Close(space):
-            return ev.Close(session, space)
         case wire.List(namespace, group, cursor):
             _check_numbers(cursor)
             if len(namespace) != 32 or not 0 <= group < MAX_NUMBER:
                 raise wire.ProtocolError("listing without a proper namespace or group")
-            return ev.List(session, namespace, group, cursor)
-        case _:
-            raise AssertionError(message)
-
-
-def message_of(effect: ev.ToSession) -> wire.ManagerMessage:
-    """What a session is told of an effect that concerns it alone."""
-    match effect:
-        case ev.Opened(_, space, credit, note):
-            return wire.Opened(space, credit, note)
-        case ev.Answer(_, op, revision, resident, offsets, reason, read):
-            return wire.Answer(op, revision, resident, offsets, reason, read)
-        case ev.Waiting(_, op, revision, objects):
-            return wire.Waiting(op, revision, objects)
-        case ev.Residency(_, op, tiers):
-            return wire.Residency(op, tiers)
-        case ev.Expired(_, op, revision):
-            return wire.Expired(op, revision)
-        case ev.Recall(_, space, keep):
-            return wire.Recall(space, keep)
-        case ev.Grant(_, space, rows, offsets, epochs):
-            return wire.Grant(space, rows, offsets, epochs)
-        case ev.Added(_, space, keys):
-            return wire.Stored(space, keys)
-        case ev.Removed(_, space, keys):
-            return wire.Removed(space, keys)
-        case ev.Listed(_, keys, tiers, cursor):
-            return wire.Listed(keys, tiers, cursor)
-        case ev.Explained(_, lines):
-            return wire.Explained(lines)
-        case _:
-            raise AssertionError(effect)
 
 
 def _printable(label: str) -> str:

@@ -23,6 +23,7 @@ from kvhold.protocol.framing import (
 from kvhold.protocol.messages import (
     FROM_CLIENT,
     FROM_MANAGER,
+    Added,
     Answer,
     Bye,
     ClientMessage,
@@ -63,7 +64,7 @@ from kvhold.protocol.messages import (
     Started,
     Status,
     StatusReply,
-    Stored,
+    Tier,
     Waiting,
     Welcome,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "SHARD_ALIGN",
     "SOCKET_TAKEN",
     "VERSION",
+    "Added",
     "Answer",
     "Bye",
     "ClientMessage",
@@ -122,7 +124,7 @@ __all__ = [
     "Started",
     "Status",
     "StatusReply",
-    "Stored",
+    "Tier",
     "Waiting",
     "Welcome",
     "check_preamble",

@@ -1,10 +1,22 @@
-"""The messages. Meanings are those of ``kvhold.core.events``; packed fields are little-endian machine arrays."""
+"""The messages. Packed fields are little-endian machine arrays.
 
-from typing import Annotated, Literal
+A message that has the name of an event or effect in ``kvhold.core.events`` has its meaning and, but for the session,
+its fields: those are told there, and a test holds the two together.
+"""
+
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from kvhold.protocol.framing import MAX_OPS
+
+
+class Tier:
+    """Where a key is: the bytes of :class:`Residency` and :class:`Listed`."""
+
+    NOWHERE: Final = 0
+    DRAM: Final = 1
+    BACKING: Final = 2  # not in DRAM, but on SSD
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -268,7 +280,7 @@ class Grant(_Message):
     epochs: bytes
 
 
-class Stored(_Message):
+class Added(_Message):
     """Of the keys of a commit to a watched space, those that can be found now."""
 
     space: int
@@ -337,7 +349,7 @@ ManagerMessage = (
     | Expired
     | Recall
     | Grant
-    | Stored
+    | Added
     | Removed
     | StatusReply
     | Purged

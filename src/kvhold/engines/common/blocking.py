@@ -256,7 +256,7 @@ class Blocking:
     # --- finding and restoring ----------------------------------------------------------------------------------
 
     def look(self, space: Space, keys: Sequence[bytes], seconds: float) -> bytes:
-        """For each key 0 if it is nowhere, 1 if it is in DRAM, 2 if it is on SSD alone. Nothing is leased.
+        """The :class:`~kvhold.protocol.Tier` of each key, as a byte. Nothing is leased.
 
         Waits at most ``seconds``; what is not known by then is nowhere.
         """

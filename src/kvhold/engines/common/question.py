@@ -15,7 +15,7 @@ from typing import Protocol
 from kvhold.client.budget import Budget
 from kvhold.client.control import Control, QuestionId
 from kvhold.engines.common.groups import Group
-from kvhold.protocol import MAX_KEYS
+from kvhold.protocol import MAX_KEYS, Tier
 from kvhold.threads import ENGINE, belongs_to
 
 _ATTEMPTS = 4
@@ -24,8 +24,6 @@ _LATE = ("deadline", "out_of_service")
 """Why a hit cannot be had that has to be read from SSD; the longest one in what is in DRAM can."""
 _LESS = ("budget", "not_stored", "read_failed", *_LATE)
 """Why a hit cannot be had, while another one may."""
-_DRAM, _SSD = 1, 2
-"""Where a key is, in a residency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +250,9 @@ class GroupsQuestion(Question):
 
     def _take_residency(self, tiers: Sequence[bytes]) -> None:
         tiers_now = [list(zip(keys, here, strict=False)) for keys, here in zip(self._keys, tiers, strict=True)]
-        farthest = _DRAM if self._settling else _SSD
-        self._found = [frozenset(key for key, tier in group if 0 < tier <= farthest) for group in tiers_now]
-        self._awaited.update(key for key, tier in chain(*tiers_now) if tier == _SSD)
+        wanted = (Tier.DRAM,) if self._settling else (Tier.DRAM, Tier.BACKING)
+        self._found = [frozenset(key for key, tier in group if tier in wanted) for group in tiers_now]
+        self._awaited.update(key for key, tier in chain(*tiers_now) if tier == Tier.BACKING)
         self.stored = [
             {end for end, tier in zip(ends, here, strict=False) if tier}
             for ends, here in zip(self._ends, tiers, strict=True)
