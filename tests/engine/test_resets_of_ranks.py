@@ -65,7 +65,7 @@ def test_all_ranks_weights_are_what_is_stored_under(llama_dir: Path, manager: Ma
         check(llm, half, 384)
         # a request runs meanwhile, and goes on with what it has
         add(llm, "777", LONG, 64)
-        run_until(llm, lambda: len(scheduler_side(llm)._publishing._sources) > 0)
+        run_until(llm, lambda: len(scheduler_side(llm)._publishing._open) > 0)
         core(llm).pause_scheduler("keep", clear_cache=True)
         retrain(llm, 0)
         core(llm).resume_scheduler()
