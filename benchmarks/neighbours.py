@@ -173,7 +173,7 @@ BAD: dict[str, Callable[[Path], None]] = {
     "prepare": flood("scheduler", lambda n: wire.Prepare(n, 1, ((1, one_key(n)),))),
     "cut": flood("scheduler", lambda n: wire.Cut(n, 1, one_key(n), 0)),
     "release": flood("scheduler", lambda n: wire.Release(tuple((op, 1) for op in range(wire.MAX_OPS)))),
-    "spoiled": flood("scheduler", lambda n: wire.Spoiled(n)),
+    "spoiled": flood("scheduler", lambda n: wire.RestoreFailed(n)),
     "halves of frames": halves_of_frames,
     "lost sessions": lost_sessions,
     "namespaces": namespaces,

@@ -1,4 +1,4 @@
-"""Which thread an object belongs to: written down at its class, and looked at by tests alone."""
+"""Which thread an object belongs to: written down at its class, and checked in tests alone."""
 
 from collections.abc import Callable
 from typing import TypeVar

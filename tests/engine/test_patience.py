@@ -21,8 +21,8 @@ from kvhold.engines.vllm.scheduler import SchedulerHalf
 
 PROMPTS = [prompt(400, seed) for seed in range(3)]
 SLOW = (
-    "import time; from kvhold.manager.pulse import Pulse; beat = Pulse.beat; "
-    "Pulse.beat = lambda self: (time.sleep(0.05), beat(self))[1]; from kvhold.cli import main; main()"
+    "import time; from kvhold.manager.heartbeat import Heartbeat; beat = Heartbeat.beat; "
+    "Heartbeat.beat = lambda self: (time.sleep(0.05), beat(self))[1]; from kvhold.cli import main; main()"
 )
 """A manager each turn of which takes longer than a step's budget and 30 ms."""
 

@@ -67,7 +67,7 @@ def test_restored_after_reset_and_in_the_next_engine(llama_dir: Path, manager: M
     (space,) = report["spaces"]
     assert space["model"] == "tiny-llama"
     assert (space["keys_found"], space["keys_read"]) == (2 * 3 * 12, 0)
-    assert report["accounts"]["credit"] == report["accounts"]["leased"] == report["accounts"]["limbo"] == 0
+    assert report["accounts"]["credit"] == report["accounts"]["leased"] == report["accounts"]["orphaned"] == 0
 
 
 def test_one_flipped_byte_shows(llama_dir: Path, manager: Manager) -> None:

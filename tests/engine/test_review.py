@@ -68,7 +68,7 @@ def test_sessions_lost_again_and_again_on_a_living_manager_leave_nothing_behind(
                 if channel is not None:
                     channel.socket.shutdown(socket.SHUT_RDWR)
         until(lambda: _attached_once(llm, manager), "one attachment, and no other")
-        assert status(manager.socket)["accounts"]["limbo"] == 0
+        assert status(manager.socket)["accounts"]["orphaned"] == 0
         check_nothing_held(llm, free, manager.socket)
 
 

@@ -117,10 +117,10 @@ def test_the_sums_hold_for_who_is_lost(serve: Callable[..., Manager]) -> None:
     engine.scheduler.close()
     until(lambda: metrics(manager)["kvhold_sessions"] == 0, "both halves are lost")
     now = metrics(manager)
-    assert now["state:limbo"] == 8 * 4096
+    assert now["state:orphaned"] == 8 * 4096
     assert now["state:leased"] == 3 * 4096
     assert now["state:credit"] == 0
-    assert now["kvhold_limbo_bytes"] == 11 * 4096
+    assert now["kvhold_orphaned_bytes"] == 11 * 4096
 
 
 def test_the_report_says_the_same(serve: Callable[..., Manager]) -> None:

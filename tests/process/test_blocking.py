@@ -152,7 +152,7 @@ def hasty_manager(path: Path) -> Iterator[None]:
 
 def nothing_held(face: Blocking, path: Path) -> None:
     """Neither side keeps anything for what is over."""
-    until(lambda: not any(status(path)["accounts"][state] for state in ("leased", "doomed", "limbo")), "no lease")
+    until(lambda: not any(status(path)["accounts"][state] for state in ("leased", "doomed", "orphaned")), "no lease")
     assert not face._control._asked
     assert not face._plans
     until(lambda: len(face._mappings._sessions) <= 1, "old arenas are let go")
@@ -428,11 +428,11 @@ def test_nothing_is_used_anew_while_a_copy_of_a_lost_session_runs(
         face.release(hit)
         until(lambda: status(full.socket)["accounts"]["leased"], "it is leased")
         assert face._mappings._sessions[0].token == token
-        assert status(full.socket)["limbo_bytes"]
+        assert status(full.socket)["orphaned_bytes"]
         gate.open()
         assert np.array_equal(running.result(60), values(keys))
     nothing_held(face, full.socket)
-    assert status(full.socket)["limbo_bytes"] == 0
+    assert status(full.socket)["orphaned_bytes"] == 0
     assert token not in [session.token for session in face._mappings._sessions]
 
 
@@ -482,7 +482,7 @@ def test_a_copy_that_never_ends_keeps_what_it_uses_and_nobody_else(
         works(face, space, keys_of("another"))
         face.close()
         assert face._mappings._sessions, "it is still read"
-        until(lambda: status(full.socket)["limbo_bytes"], "and still leased")
+        until(lambda: status(full.socket)["orphaned_bytes"], "and still leased")
         gate.open()
         assert np.array_equal(hanging.result(60), values(keys))
 

@@ -26,7 +26,7 @@ def full(manager: Manager) -> Manager:
 def held(path: Path) -> dict[str, int]:
     """Slots of one shard by who holds them; what nobody holds is left out."""
     report = status(path)
-    found = {name: report["accounts"][name] // SHARD for name in ("credit", "leased", "doomed", "limbo")}
+    found = {name: report["accounts"][name] // SHARD for name in ("credit", "leased", "doomed", "orphaned")}
     return {name: count for name, count in found.items() if count}
 
 
@@ -47,7 +47,7 @@ def at_work(scheduler: Peer | Handle, worker: Peer | Handle, instance: str = "on
 
 
 HELD = {"credit": 8, "leased": 3}
-LOST = {"limbo": 8, "leased": 3}
+LOST = {"orphaned": 8, "leased": 3}
 
 
 def test_a_closed_socket_frees_nothing_a_death_does(full: Manager, puppet: Make) -> None:
@@ -60,13 +60,13 @@ def test_a_closed_socket_frees_nothing_a_death_does(full: Manager, puppet: Make)
     settles(full.socket, LOST)
     report = status(full.socket)
     assert [session["open"] for session in report["sessions"]] == [False, False]
-    assert report["limbo_bytes"] == 11 * SHARD
+    assert report["orphaned_bytes"] == 11 * SHARD
     another = Engine(full.socket, "another", slots=0)
     another.works([1, 2, 3, 4])
     assert held(full.socket) == LOST
     process.kill()
     settles(full.socket, {})
-    assert status(full.socket)["limbo_bytes"] == 0
+    assert status(full.socket)["orphaned_bytes"] == 0
 
 
 @pytest.mark.parametrize("order", ["scheduler first", "worker first"])
@@ -124,7 +124,8 @@ def test_bytes_are_free_when_both_processes_are_gone(full: Manager, puppet: Make
     assert [session["role"] for session in status(full.socket)["sessions"]] == [second]
     processes[second].kill()
     settles(full.socket, {})
-    assert f"{second} rank 0 of one (pid {processes[second].pid}) parts: the {first} session" in full.log_tail()
+    name = f"{second} rank 0 of one (pid {processes[second].pid})"
+    assert f"{name} must attach again: the {first} session" in full.log_tail()
 
 
 def test_a_lost_worker_parts_all_and_they_come_back(full: Manager, puppet: Make) -> None:
@@ -141,7 +142,7 @@ def test_a_lost_worker_parts_all_and_they_come_back(full: Manager, puppet: Make)
     scheduler.open(8, b"t".hex() * 32, 1, 2)
     doomed.kill()
     assert scheduler.refusal() == worker.refusal() == ""
-    assert held(full.socket) == {"limbo": 16}
+    assert held(full.socket) == {"orphaned": 16}
 
     scheduler, *workers = (engine.make("peer", path) for _ in range(3))
     scheduler.join("scheduler", "one", 0, 2)
@@ -150,7 +151,7 @@ def test_a_lost_worker_parts_all_and_they_come_back(full: Manager, puppet: Make)
         each.map()
     scheduler.ready()
     scheduler.open(4, b"t".hex() * 32, 1, 2)
-    assert held(full.socket) == {"limbo": 16, "credit": 8}
+    assert held(full.socket) == {"orphaned": 16, "credit": 8}
     scheduler.retire(tokens[0])
     workers[0].retire(tokens[1])
     settles(full.socket, {"credit": 8})

@@ -83,7 +83,7 @@ BY_ENGINES: dict[str, wire.ClientMessage] = {
     "prepare": wire.Prepare(7, 1, ((1, KEY),)),
     "cut": wire.Cut(7, 1, KEY, 0),
     "started": wire.Started((7,)),
-    "spoiled": wire.Spoiled(7),
+    "spoiled": wire.RestoreFailed(7),
     "release": wire.Release(((7, 9),)),
     "return": wire.Return(array("I", [1 << 30]).tobytes(), array("Q", [1]).tobytes()),
 }
@@ -237,7 +237,7 @@ def test_questions_of_who_is_gone_are_not_begun(full: Manager) -> None:
     after = status(full.socket)
     assert after["counters"].get("queries", 0) == before.get("queries", 0)
     assert after["counters"]["commits"] == before.get("commits", 0) + 3
-    assert after["accounts"]["credit"] == after["accounts"]["limbo"] == 0
+    assert after["accounts"]["credit"] == after["accounts"]["orphaned"] == 0
 
 
 def test_halves_of_frames_are_bounded_together(full: Manager) -> None:

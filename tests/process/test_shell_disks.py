@@ -278,7 +278,7 @@ def play(seed: int, steps: int, kinds: list[type[SlowStore]]) -> dict[str, int]:
                         assert engine.worker.read(offset, 16) == text_of(key)[:16]
                     engine.scheduler.send(wire.Release(((one, revision),)))
                 case "spoiled" if mine and luck.random() < 0.3:
-                    engine.scheduler.send(wire.Spoiled(luck.choice(list(mine))))
+                    engine.scheduler.send(wire.RestoreFailed(luck.choice(list(mine))))
                 case "purge" if luck.random() < 0.05:
                     admin = type(engine.scheduler)(path)
                     admin.join("admin")
@@ -293,7 +293,7 @@ def play(seed: int, steps: int, kinds: list[type[SlowStore]]) -> dict[str, int]:
 
         def quiet() -> bool:
             said = status(path)
-            held = [said["accounts"][name] for name in ("credit", "leased", "loading", "doomed", "limbo")]
+            held = [said["accounts"][name] for name in ("credit", "leased", "loading", "doomed", "orphaned")]
             return not any(held) and all_written(said)
 
         until(quiet, "all I/O is answered, and nothing is held")

@@ -167,7 +167,7 @@ def test_a_hung_read_does_not_keep_a_manager_from_ending(disk: Disk) -> None:
     disk.order("block-read")
     disk.misses(disk.cold[:2], "deadline")
     disk.ends()
-    assert "a call to the disk hangs; it is left behind" in disk.manager.log_tail()
+    assert "a call to the disk hangs, and is not waited for" in disk.manager.log_tail()
     disk.end_of("block-read")
     disk.again()
     disk.hits(disk.cold[:8])

@@ -80,7 +80,7 @@ def ready(engine: Engine) -> bool:
 
 def nothing_held(engine: Engine, manager: Manager) -> None:
     until(
-        lambda: not any(status(manager.socket)["accounts"][state] for state in ("leased", "doomed", "limbo")),
+        lambda: not any(status(manager.socket)["accounts"][state] for state in ("leased", "doomed", "orphaned")),
         "nothing is leased",
     )
     if isinstance(engine, PoolEngine):

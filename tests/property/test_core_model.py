@@ -228,7 +228,7 @@ class Machine(Questions, RuleBasedStateMachine):
             self.leave(half, Gone.DEAD)
         self.finish()
         states = self.core.accounts()
-        assert not any(states[name] for name in ("credit", "leased", "doomed", "limbo", "loading"))
+        assert not any(states[name] for name in ("credit", "leased", "doomed", "orphaned", "loading"))
         assert not self.core.sessions
         assert not self.core.attachments
         self.purge(b"")

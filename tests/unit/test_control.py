@@ -115,11 +115,12 @@ def test_an_answer_that_waits_for_a_disk_has_more_time(clock: list[float]) -> No
     clock[0] += 2.0
     assert asking.answer(question) is None
     assert not asking.overdue(question, 0.03)
-    assert not [message for message in line.sent if isinstance(message, wire.Hurry)]
+    assert not [message for message in line.sent if isinstance(message, wire.AnswerNow)]
     clock[0] += 1.0
     for _ in range(2):  # it is asked for what is there, once, and has as long to say so as for any other answer
         assert asking.answer(question) is None
-        assert [m for m in line.sent if isinstance(m, wire.Hurry)] == [wire.Hurry(question.op, question.revision)]
+        said = [m for m in line.sent if isinstance(m, wire.AnswerNow)]
+        assert said == [wire.AnswerNow(question.op, question.revision)]
         assert not asking.overdue(question, 0.03)
     clock[0] += 0.05
     assert asking.overdue(question, 0.03)

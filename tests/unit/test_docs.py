@@ -83,3 +83,51 @@ def test_the_walk_through_a_new_engine_names_what_there_is() -> None:
     for kind, name in set(re.findall(r"`([A-Z]\w+)\.(\w+)`", text)):
         assert f"class {kind}" in known, kind
         assert re.search(rf"(def |self\.){name}\b", known), name
+
+
+GLOSSARY = DOCS / "glossary.md"
+SOURCE = DOCS.parent / "src" / "kvhold"
+
+
+def test_every_word_of_the_glossary_lives_where_it_says() -> None:
+    """The named module has the named class, function or constant."""
+    tables = GLOSSARY.read_text().split("<!-- checked against src/kvhold -->")[1:]
+    rows = [row for text in tables for row in re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)]
+    words = [word for words, where in rows if "`" in where for word in words.split(", ")]
+    assert len(words) > 40
+    assert len(words) == len(set(words)), "one noun for one thing"
+    for _, where in rows:
+        for name in re.findall(r"`([\w.]+)`", where):
+            *folders, last = name.split(".")
+            if SOURCE.joinpath(*folders, f"{last}.py").exists():
+                continue
+            module = SOURCE.joinpath(*folders)
+            files = [module.with_suffix(".py"), *module.glob("*.py")]
+            text = "".join(file.read_text() for file in files if file.exists())
+            assert re.search(rf"^(class {last}\b|def {last}\b|{last}\b.* = )", text, re.MULTILINE), name
+
+
+def test_what_the_glossary_retires_is_not_used() -> None:
+    """Neither as a word nor within a name; the long text of the demo is English, and no name of anything."""
+    table = GLOSSARY.read_text().partition("## Words that are not used any more")[2]
+    left = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    retired = {word for cell in left for word in re.findall(r"`(\w+)`", cell)}
+    assert len(retired) >= 7
+    for path in [*SOURCE.rglob("*.py"), *DOCS.glob("*.md")]:
+        if path not in (SOURCE / "cli" / "demo_text.py", GLOSSARY):
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", path.read_text())}
+            assert not retired & words, path
+
+
+def test_the_files_that_design_sends_a_reader_to_are_there() -> None:
+    """With the functions and classes that it says are in them."""
+    text = (DOCS / "design.md").read_text()
+    files = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert len(files) > 10
+    for name in files:
+        assert (SOURCE / name).exists() or (DOCS.parent / name).exists(), name
+    table = text.partition("| question | file |")[2].partition("\n\n")[0]
+    for row in table.splitlines():
+        for file, names in re.findall(r"`([\w/]+\.py)`: ([^|]+)", row):
+            for name in re.findall(r"`(\w+)`", names):
+                assert re.search(rf"\b{name}\b", (SOURCE / file).read_text()), (file, name)

@@ -14,16 +14,16 @@ ROOT = Path(kvhold.__file__).parent
 MAY_IMPORT = {
     "core": {"core"},
     "protocol": {"protocol"},
-    "client": {"client", "protocol", "units", "host", "places", "threads"},
-    "manager": {"manager", "core", "tiers", "protocol", "units", "host", "places"},
+    "client": {"client", "protocol", "units", "host", "folders", "threads"},
+    "manager": {"manager", "core", "tiers", "protocol", "units", "host", "folders"},
     "tiers": {"tiers", "core", "units"},
     "copy": {"copy", "client.arena"},
-    "engines.common": {"engines.common", "client", "protocol", "copy", "units", "host", "places", "threads"},
+    "engines.common": {"engines.common", "client", "protocol", "copy", "units", "host", "folders", "threads"},
     "engines.vllm": {"engines.vllm", "engines.common", "client", "protocol", "copy", "threads"},
     "units": set(),
     "host": {"units", "cgroups"},
     "cgroups": set(),
-    "places": set(),
+    "folders": set(),
     "threads": set(),
 }
 """By the folder that a module is in; the commands and kvhold itself may import anything."""

@@ -9,8 +9,8 @@ import typer
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel
+from kvhold.folders import sockets
 from kvhold.host import listens
-from kvhold.places import sockets
 
 _SECONDS = 5.0
 

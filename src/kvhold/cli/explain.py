@@ -1,4 +1,4 @@
-"""``kvhold explain``: the story of one key or one operation, or the latest misses."""
+"""``kvhold explain``: the history of one key or one operation, or the latest misses."""
 
 import re
 from typing import Annotated

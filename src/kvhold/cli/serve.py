@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvhold.places import NoPlace, new_socket
+from kvhold.folders import NoFolder, new_socket
 from kvhold.units import LEAST_WRITE_RATE, format_size, parse_address, parse_size
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _ssd(text: str, min_free: int) -> "SsdConfig":
 def _default_socket() -> Path:
     try:
         return new_socket().absolute()
-    except NoPlace as error:
+    except NoFolder as error:
         raise typer.BadParameter(str(error), param_hint="--socket") from None
 
 

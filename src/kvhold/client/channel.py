@@ -42,7 +42,7 @@ class Channel:
         self._inbox: list[wire.ManagerMessage] = []
         self._buffer = bytearray(1 << 16)
         self.arena_fd = -1
-        self._pulse: memoryview | None = None
+        self._heartbeat: memoryview | None = None
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self.socket.settimeout(timeout)
@@ -66,7 +66,7 @@ class Channel:
             data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 1)
             for descriptor in descriptors:
                 if role == "scheduler":
-                    self._map_pulse(descriptor)
+                    self._map_heartbeat(descriptor)
                 else:
                     self.arena_fd = descriptor
             if not data:
@@ -75,25 +75,25 @@ class Channel:
             if self._inbox:
                 match self._inbox.pop(0):
                     case wire.Welcome() as welcome:
-                        if role == "scheduler" and self._pulse is None:
-                            raise AttachError(f"the manager on {self.path} gave no sign of life to look at")
+                        if role == "scheduler" and self._heartbeat is None:
+                            raise AttachError(f"the manager on {self.path} handed over no heartbeat page")
                         return welcome
                     case wire.Refused(reason):
                         raise AttachError(f"the manager on {self.path} refused: {reason}")
                     case other:
-                        raise AttachError(f"the manager on {self.path} began with {type(other).__name__}")
+                        raise AttachError(f"the manager on {self.path} sent {type(other).__name__} before Welcome")
         raise AttachError(f"the manager on {self.path} did not answer within {timeout:g} s")
 
-    def _map_pulse(self, descriptor: int) -> None:
+    def _map_heartbeat(self, descriptor: int) -> None:
         try:
-            self._pulse = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)).cast("Q")
+            self._heartbeat = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)).cast("Q")
         finally:
             os.close(descriptor)
 
     @property
     def turns(self) -> int:
         """Turns of the manager's loop, as a scheduler session sees them: while they grow in number, it runs."""
-        return self._pulse[0] if self._pulse is not None else 0
+        return self._heartbeat[0] if self._heartbeat is not None else 0
 
     @property
     def unsent(self) -> int:

@@ -333,7 +333,7 @@ class Control:
         question = asked.id
         if asked.waiting and not asked.hurried and time.monotonic() - question.since >= self._read_seconds:
             asked.hurried = True
-            self._send(wire.Hurry(question.op, question.revision))
+            self._send(wire.AnswerNow(question.op, question.revision))
         if budget is None or self.silent:
             return
         while not asked.answered and not asked.waiting and self._asked and budget.left > 0:
@@ -371,10 +371,10 @@ class Control:
         self._send(wire.Started((question.op,)))
         return self._channel.drained and time.monotonic() - question.since < wire.RESTORE_WITHIN
 
-    def spoiled(self, question: QuestionId) -> None:
+    def restore_failed(self, question: QuestionId) -> None:
         """A restore of what ``question`` leased has failed: nobody else shall find it."""
         if self._latest(question.op, question.revision) is not None:
-            self._send(wire.Spoiled(question.op))
+            self._send(wire.RestoreFailed(question.op))
 
     def release(self, questions: Iterable[QuestionId]) -> None:
         """Give up questions and leases. A later answer to one of them is dropped."""

@@ -1,4 +1,4 @@
-"""A manager of the engine's own: started by it, gone with it, however that ends.
+"""An engine's own manager: the engine starts it, and it ends after the engine, however that ends.
 
 It is no child of the engine's: vLLM's server kills all that its engine has started as soon as it is told to end, and
 what waits to be written to SSD would be lost. It sees by itself that the engine is gone.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kvhold import protocol as wire
 from kvhold.client.channel import AttachError, Channel
+from kvhold.folders import NoFolder, is_default, new_socket
 from kvhold.host import is_dead, peer
-from kvhold.places import NoPlace, is_default, new_socket
 from kvhold.protocol import SOCKET_TAKEN
 
 _START_SECONDS = 20.0
@@ -166,7 +166,7 @@ class Embedded:
             self._manager.close()
         try:
             path = new_socket(self.path.name) if is_default(self.path) else self.path
-        except NoPlace as error:
+        except NoFolder as error:
             raise self._failed(f"the engine's own manager did not start: {error}") from None
         self._manager = _Manager(path, self.dram, self._huge_pages, self._ssd, self._eviction)
         self._was_up, self._is_new = False, True

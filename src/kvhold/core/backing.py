@@ -1,4 +1,4 @@
-"""What a place besides DRAM is to the core: one protocol, and every I/O that is under way in any of them.
+"""What storage besides DRAM is to the core: one protocol, and every I/O that is under way in any backing.
 
 An object's *place* is one number of 64 bits, never 0. Its top bits name the backing, which alone reads the rest. A
 backing that finds objects by their name needs none: it has a *bit*, and a place that is the same for all. So an object
@@ -39,7 +39,7 @@ class Io:
 
 
 class Backing(Protocol):
-    """Somewhere that objects are kept besides DRAM.
+    """Storage besides DRAM.
 
     The core calls it within its own events alone. Whatever it does follows from those calls: it has no clock, and its
     I/O is what it returns as effects. It numbers each with :meth:`Backings.begin`, and hears of its end once. Rows that

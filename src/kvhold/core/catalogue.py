@@ -8,12 +8,12 @@ from typing import Any
 
 from kvhold.core.arena import Arena
 from kvhold.core.backing import BITS, Backings
+from kvhold.core.history import History, Kind, fingerprint
 from kvhold.core.indexes import Index, Indexed, Namespace
 from kvhold.core.limits import Limits, Quota
 from kvhold.core.lru import LRU
 from kvhold.core.recency import Recency
 from kvhold.core.rows import Rows, State
-from kvhold.core.story import Kind, Story, fingerprint
 
 
 class Catalogue(Indexed):
@@ -22,14 +22,14 @@ class Catalogue(Indexed):
     def __init__(
         self,
         arena: Arena,
-        story: Story | None = None,
+        history: History | None = None,
         limits: Limits | None = None,
         policy: Callable[[Rows], Recency[Namespace, Any]] = LRU,
     ) -> None:
         super().__init__(limits or Limits(), policy)
         self.backings = Backings()
         self.arena = arena
-        self.story = story or Story(1)
+        self.history = history or History(1)
         self.objects = 0
         self.cold = 0  # objects that are in a backing alone
         self.backed = 0  # objects that are in a backing
@@ -159,7 +159,7 @@ class Catalogue(Indexed):
     def note(self, kind: Kind, row: int, what: int | None = None) -> None:
         """Remember what happened to an object: with its slot's epoch, unless something else says more."""
         told = self.epoch[row] if what is None else what
-        self.story.note(kind, fingerprint(self.key[row]), self.owner[row], row, told)
+        self.history.note(kind, fingerprint(self.key[row]), self.owner[row], row, told)
 
     # --- leases -------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Catalogue(Indexed):
             self.recency.insert(row, self.indexes[self.owner[row]].recency, again=True)
         self.release([row])
 
-    def spoiled(self, row: int) -> None:
+    def read_failed(self, row: int) -> None:
         """The read into a LOADING row has failed: the object is no more, and its slot goes with its last reader."""
         if self.state[row] == State.LOADING:
             self.remove(row)

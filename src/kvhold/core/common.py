@@ -9,10 +9,10 @@ from kvhold.core.arena import Arena
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.events import Effect
 from kvhold.core.eviction import Eviction, Policy
+from kvhold.core.history import History
 from kvhold.core.indexes import Index
 from kvhold.core.limits import Limits
 from kvhold.core.sessions import Attachment, Session
-from kvhold.core.story import Story
 from kvhold.core.turns import MANAGER, Turns, Work
 
 T = TypeVar("T")
@@ -29,8 +29,8 @@ class Common:
         self.capacity = capacity
         self.now = 0
         self.arena = Arena(page)
-        self.story = Story()
-        self.catalogue = Catalogue(self.arena, self.story, limits, policy)
+        self.history = History()
+        self.catalogue = Catalogue(self.arena, self.history, limits, policy)
         self.backings = self.catalogue.backings
         self.eviction = Eviction(self.catalogue)
         self.counters: Counter[str] = self.catalogue.counters

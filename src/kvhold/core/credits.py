@@ -12,11 +12,11 @@ from kvhold.core.arena import slot_bytes
 from kvhold.core.common import Common, split
 from kvhold.core.events import Effect
 from kvhold.core.forgetting import Forgetting
+from kvhold.core.history import Kind, fingerprint
 from kvhold.core.indexes import Index
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Space
 from kvhold.core.storage import Storage
-from kvhold.core.story import Kind, fingerprint
 from kvhold.core.turns import MANAGER, Work
 
 
@@ -130,7 +130,7 @@ class Credits:
         for space in attachment.spaces.values():
             self._shut(attachment, space)
             for row in space.credits:
-                self._catalogue.move(row, State.LIMBO)
+                self._catalogue.move(row, State.ORPHANED)
         return self.share()
 
     def detach(self, attachment: Attachment) -> list[int]:
@@ -269,7 +269,7 @@ class Credits:
                 continue
             credits.discard(row)
             if known is not None and catalogue.state[known] != State.COLD:
-                self._common.story.note(Kind.DUPLICATE, fingerprint(key), index.id, row, epoch)
+                self._common.history.note(Kind.DUPLICATE, fingerprint(key), index.id, row, epoch)
                 catalogue.free(row)
                 counters["duplicates"] += 1
                 self._storage.placement.stored(known, before, depth)
@@ -300,7 +300,7 @@ class Credits:
         return self._told(space, keys)
 
     def _not_kept(self, index: Index, key: bytes, row: int, why: str) -> None:
-        self._common.story.note(Kind.NOT_KEPT, fingerprint(key), index.id, row, self._catalogue.epoch[row])
+        self._common.history.note(Kind.NOT_KEPT, fingerprint(key), index.id, row, self._catalogue.epoch[row])
         self._catalogue.free(row)
         self._common.counters[why] += 1
 

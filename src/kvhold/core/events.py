@@ -108,7 +108,7 @@ class Left:
 class Open:
     """A scheduler session will speak of (namespace, group) as ``space``.
 
-    ``shards`` are the bytes of each part of an object, in the order of the ranks that write them: at most one of each
+    ``shards`` are the bytes of each shard of an object, in the order of the ranks that write them: at most one of each
     rank. ``slots`` is how many credits it can use.
     Who will ``watch`` is told, until it closes the space, of what can be found there and what cannot any more.
     ``label`` is what people call the namespace.
@@ -181,7 +181,7 @@ class Prepare:
 
 @dataclass(slots=True, frozen=True)
 class Cut:
-    """The longest hit of ``op`` ended at block ``position``, for want of this key. Only the story is told of it."""
+    """The longest hit of ``op`` ended at block ``position``, for want of this key. Only the history is told of it."""
 
     session: int
     op: int
@@ -191,7 +191,7 @@ class Cut:
 
 
 @dataclass(slots=True, frozen=True)
-class Hurry:
+class AnswerNow:
     """Answer this revision of ``op`` with what is there now, if it still waits for reads."""
 
     session: int
@@ -208,7 +208,7 @@ class Started:
 
 
 @dataclass(slots=True, frozen=True)
-class Spoiled:
+class RestoreFailed:
     """A restore of what this operation leases has failed: its objects must not be found again."""
 
     session: int
@@ -347,9 +347,9 @@ Event = (
     | Lookup
     | Prepare
     | Cut
-    | Hurry
+    | AnswerNow
     | Started
-    | Spoiled
+    | RestoreFailed
     | Release
     | Commit
     | Return
@@ -534,7 +534,7 @@ class Recall:
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class Detach:
     """Close this session: another session of its attachment was lost, so the whole attaches anew."""
 
     session: int
@@ -597,6 +597,6 @@ ToSession = (
     | Added
     | Removed
     | Recall
-    | Part
+    | Detach
 )
 Effect = ToSession | ToBacking

@@ -1,4 +1,4 @@
-"""Room for what comes: which object, and which page, gives way for it. The policy says in what order objects go."""
+"""Which object, and which page, gives way to make room. The policy says in what order objects go."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -6,11 +6,11 @@ from typing import Any, Final
 from kvhold.core import events as ev
 from kvhold.core.arena import Run
 from kvhold.core.catalogue import Catalogue
+from kvhold.core.history import Kind
 from kvhold.core.indexes import Index, Namespace
 from kvhold.core.lru import LRU
 from kvhold.core.recency import Recency
 from kvhold.core.rows import Rows, State
-from kvhold.core.story import Kind
 from kvhold.core.turns import Work
 from kvhold.core.twoq import TwoQ
 

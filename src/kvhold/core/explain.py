@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvhold.core import events as ev
 from kvhold.core.common import Common
+from kvhold.core.history import MARK, Entry, Kind, fingerprint
 from kvhold.core.indexes import Index
 from kvhold.core.rows import NAMES, State
-from kvhold.core.story import MARK, Entry, Kind, fingerprint
 from kvhold.core.turns import Work
 
 _REASONS = list(ev.Reason)
@@ -72,7 +72,7 @@ def _find(
     common: Common, found: list[Entry], most: int, wanted: Callable[[Entry], bool], subject: int | None = None
 ) -> Work:
     """Fills ``found`` with the latest ``most`` entries that are wanted, the oldest first."""
-    for entry in common.story.latest(wanted, subject):
+    for entry in common.history.latest(wanted, subject):
         if entry is None:
             yield []
             continue
@@ -175,5 +175,5 @@ def _told(common: Common, kind: Kind, actor: int, a: int, b: int) -> str:
 
 
 def _hex(mark: int) -> str:
-    """The end of a key, which is what the story remembers of it."""
+    """The end of a key, which is what the history remembers of it."""
     return mark.to_bytes(MARK, "little").hex()

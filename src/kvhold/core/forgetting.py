@@ -11,9 +11,9 @@ from kvhold.core import events as ev
 from kvhold.core.backing import Mark, Name
 from kvhold.core.common import Common
 from kvhold.core.events import Effect
+from kvhold.core.history import Kind
 from kvhold.core.indexes import Index
 from kvhold.core.sessions import Phase
-from kvhold.core.story import Kind
 from kvhold.core.turns import Work
 
 
@@ -118,7 +118,7 @@ class Forgetting:
 
     # --- quarantine ---------------------------------------------------------------------------------------------
 
-    def spoiled(self, event: ev.Spoiled) -> Work:
+    def restore_failed(self, event: ev.RestoreFailed) -> Work:
         """What a failed restore leased is not found any more, and a later store of it is taken again."""
         attachment = self._common.speaker(event.session)
         operation = attachment.operations.get(event.op) if attachment is not None else None

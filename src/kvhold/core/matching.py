@@ -9,11 +9,11 @@ from kvhold.core import events as ev
 from kvhold.core.budgets import Budgets
 from kvhold.core.common import Common, split
 from kvhold.core.events import Effect, Reason
+from kvhold.core.history import Kind, block_of, fingerprint
 from kvhold.core.indexes import Index
 from kvhold.core.operations import Operations, name_of
 from kvhold.core.rows import TIERS, State
 from kvhold.core.sessions import Attachment, Operation, Part, Phase
-from kvhold.core.story import Kind, block_of, fingerprint
 from kvhold.core.turns import Work
 
 Matched = Generator[list[Effect], None, Reason]
@@ -143,8 +143,8 @@ class Matching:
         if len(event.key) != index.key_bytes:
             return [ev.Refuse(event.session, f"operation {event.op}: keys are torn")]
         where = block_of(index.group, event.position)
-        self._common.story.note(Kind.CUT, mark, event.session, event.op, where)
-        self._common.story.note(Kind.CUT_SHORT, event.op, event.session, where, mark)
+        self._common.history.note(Kind.CUT, mark, event.session, event.op, where)
+        self._common.history.note(Kind.CUT_SHORT, event.op, event.session, where, mark)
         return []
 
     def lookup(self, event: ev.Lookup) -> Work:
@@ -294,7 +294,7 @@ class Matching:
             yield []
 
     def _missing(self, operation: Operation, key: bytes, position: int) -> None:
-        self._common.story.note(Kind.MISSING, fingerprint(key), operation.session, operation.id, position)
+        self._common.history.note(Kind.MISSING, fingerprint(key), operation.session, operation.id, position)
 
 
 def _leading(index: Index, keys: Sequence[bytes]) -> list[int]:

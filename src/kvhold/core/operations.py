@@ -12,10 +12,10 @@ from kvhold.core import events as ev
 from kvhold.core.budgets import Budgets
 from kvhold.core.common import Common, Timer
 from kvhold.core.events import Effect, Reason
+from kvhold.core.history import Kind, block_of, fingerprint
 from kvhold.core.indexes import Index
 from kvhold.core.sessions import Attachment, Operation, Part, Phase
 from kvhold.core.storage import Storage
-from kvhold.core.story import Kind, block_of, fingerprint
 from kvhold.core.turns import Work
 
 _REASONS = list(Reason)
@@ -45,7 +45,7 @@ class Operations:
 
     def note(self, operation: Operation, kind: Kind, value: int) -> None:
         """Remember what happened to an operation."""
-        self._common.story.note(kind, operation.id, operation.session, operation.revision, value)
+        self._common.history.note(kind, operation.id, operation.session, operation.revision, value)
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Operations:
             for operation, times in self._waiters.pop(row, {}).items():
                 operation.missing -= times
                 if not good:
-                    operation.spoiled.add(row)
+                    operation.failed.add(row)
                 if not operation.missing and operation.phase is Phase.WAITING:
                     ready.append(operation)
         return self._common.start(self._conclude_all(ready)) if ready else []
@@ -99,7 +99,7 @@ class Operations:
             return []  # who owned it may not be told any more; its leases end with the last of its sessions
         cut = self._cut(operation)
         if cut is not None:
-            reason = Reason.READ_FAILED if operation.spoiled else reason or Reason.DEADLINE
+            reason = Reason.READ_FAILED if operation.failed else reason or Reason.DEADLINE
             operation.lacked = self._awaited(operation, cut)
         departed, effects = self._common.departed(), list[Effect]()
         if cut is not None and not operation.exact:
@@ -148,25 +148,25 @@ class Operations:
             counters[f"keys_{reason}"] += operation.asked - resident
             self.note(operation, Kind.MISSED, _REASONS.index(reason))
             if operation.lacked is not None:
-                self._common.story.note(Kind.LACKED, operation.id, operation.session, *operation.lacked)
+                self._common.history.note(Kind.LACKED, operation.id, operation.session, *operation.lacked)
         self.note(operation, Kind.ANSWERED, resident)
         return positions
 
     def _cut(self, operation: Operation) -> int | None:
         """The first position of a chain (of an exact question: 0) that did not or will not come; None if all did."""
-        if not operation.missing and not operation.spoiled:
+        if not operation.missing and not operation.failed:
             return None
-        waiters, spoiled = self._waiters, operation.spoiled
+        waiters, failed = self._waiters, operation.failed
         for part in operation.parts:
             for position in range(part.skip, len(part.rows)):
                 row = part.rows[position]
-                if row in spoiled or operation in waiters.get(row, ()):
+                if row in failed or operation in waiters.get(row, ()):
                     return position
         return None
 
     def _awaited(self, operation: Operation, cut: int) -> tuple[int, int] | None:
         """What names the key at ``cut`` that did not come; None where it is not known any more, or of which part."""
-        if operation.exact or operation.spoiled:
+        if operation.exact or operation.failed:
             return None
         part = operation.parts[0]
         key = self._catalogue.key[part.rows[cut]]
@@ -174,7 +174,7 @@ class Operations:
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def hurry(self, event: ev.Hurry) -> Work:
+    def answer_now(self, event: ev.AnswerNow) -> Work:
         """One a slice: an answer may be long."""
         yield []
         attachment = self._common.speaker(event.session)
@@ -295,5 +295,5 @@ class Operations:
 
 
 def name_of(index: Index, position: int, key: bytes) -> tuple[int, int]:
-    """A key that was asked for, as the story names it."""
+    """A key that was asked for, as the history names it."""
     return block_of(index.group, position), fingerprint(key)

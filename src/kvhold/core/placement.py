@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from kvhold.core.common import Common
 from kvhold.core.events import Reason
+from kvhold.core.history import fingerprint
 from kvhold.core.rows import State
-from kvhold.core.story import fingerprint
 
 _GHOSTS = 1 << 16
 

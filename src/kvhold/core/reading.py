@@ -1,4 +1,4 @@
-"""Reads from backings: in the order in which they were asked for, shared, and not begun for nobody."""
+"""Reads from backings: in the order in which they were asked for, and shared. What nobody waits for is not begun."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -7,9 +7,9 @@ from kvhold.core import events as ev
 from kvhold.core.backing import PLACE_BITS, Backing, Io, Name
 from kvhold.core.common import Common
 from kvhold.core.events import Effect, Reason
+from kvhold.core.history import Kind
 from kvhold.core.placement import Placement
 from kvhold.core.rows import State
-from kvhold.core.story import Kind
 
 
 class Reading:
@@ -136,7 +136,7 @@ class Reading:
                     arrived.append((row, False))
                 else:
                     arrived.append((row, False))
-                    catalogue.spoiled(row)
+                    catalogue.read_failed(row)
             self._tried.pop(row, None)
         return self._arrived(arrived) + (io.backing.forget(lost) if lost else [])
 

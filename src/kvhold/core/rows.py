@@ -23,7 +23,7 @@ class State:
     RESIDENT: Final = 2  # can be read, can be evicted
     LEASED: Final = 3  # can be read, somebody does
     DOOMED: Final = 4  # cannot be found any more, but somebody still reads or fills it
-    LIMBO: Final = 5  # a credit whose owner is lost and not proved dead
+    ORPHANED: Final = 5  # a credit whose owner is lost and not proved dead
     LOADING: Final = 6  # being filled from a backing
     COLD: Final = 7  # in a backing alone: no slot
     HEAD: Final = 8  # a recency list's own row: no slot
@@ -58,10 +58,10 @@ STATES: Final[dict[int, Facts]] = {
         becomes={
             State.RESIDENT: "commit",
             State.FREE: "return, duplicate, commit of what is COLD",
-            State.LIMBO: "owner lost",
+            State.ORPHANED: "owner lost",
         },
     ),
-    State.LIMBO: Facts("limbo", slot=True, found=False, evicted=False, becomes={State.FREE: "owner proved gone"}),
+    State.ORPHANED: Facts("orphaned", slot=True, found=False, evicted=False, becomes={State.FREE: "owner proved gone"}),
     State.RESIDENT: Facts(
         "resident",
         slot=True,

@@ -52,7 +52,7 @@ class Operation:
     offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # of what is leased, in order
     charged: int = 0  # bytes of its engine's share
     missing: int = 0  # rows that are on their way
-    spoiled: set[int] = field(default_factory=set)  # of those, rows that will not come
+    failed: set[int] = field(default_factory=set)  # of those, rows that will not come
     read: list[int] = field(default_factory=list)  # rows that had to be waited for
     asked: int = 0
     lacked: tuple[int, int] | None = None  # block_of and fingerprint of the first key that it did not get
@@ -96,7 +96,7 @@ class Attachment:
     since: int = 0  # when it was lost
     ready: bool = False
     sessions: dict[int, Session] = field(default_factory=dict)  # those not proved gone
-    limbo: set[int] = field(default_factory=set)  # sessions whose socket closed without a word
+    lost: set[int] = field(default_factory=set)  # sessions whose socket closed without a word
     operations: dict[int, Operation] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
     brought: deque[int] = field(default_factory=deque)  # indexes that it was the first to open, in that order

@@ -61,7 +61,7 @@ class Core:
         """
         if now < self.common.now:
             self.counters["clock_went_back"] += 1
-        self.common.now = self.common.story.now = max(now, self.common.now)
+        self.common.now = self.common.history.now = max(now, self.common.now)
         self.catalogue.recency.clock.note_time(self.common.now)
         return self._follow(self._handle(event))
 
@@ -84,14 +84,14 @@ class Core:
                 return self.operations.tick(event)
             case ev.Return():
                 return self.credits.give_back(event)
-            case ev.Hurry():
-                return common.start(self.operations.hurry(event), event.session, question=True)
+            case ev.AnswerNow():
+                return common.start(self.operations.answer_now(event), event.session, question=True)
             case ev.Lookup():
                 return common.start(self.matching.lookup(event), event.session, question=True)
             case ev.Prepare():
                 return common.start(self.matching.prepare(event), event.session, question=True)
-            case ev.Spoiled():
-                return common.start(self.forgetting.spoiled(event), event.session)
+            case ev.RestoreFailed():
+                return common.start(self.forgetting.restore_failed(event), event.session)
             case ev.Open():
                 return self.credits.open(event)
             case ev.Close():
@@ -218,12 +218,12 @@ class Core:
             del self._current[attachment.instance]
             if how is not Gone.SAID:
                 reason = f"the {session.role} session of rank {session.rank} was lost"
-                effects += [ev.Part(other, reason) for other in attachment.sessions if other != session_id]
+                effects += [ev.Detach(other, reason) for other in attachment.sessions if other != session_id]
             effects += self.credits.lost(attachment)
         if how is Gone.UNKNOWN:
-            attachment.limbo.add(session_id)
+            attachment.lost.add(session_id)
             return effects
-        attachment.limbo.discard(session_id)
+        attachment.lost.discard(session_id)
         del attachment.sessions[session_id], self.sessions[session_id]
         if not attachment.sessions:
             del self.attachments[attachment.id]
@@ -246,13 +246,13 @@ class Core:
 
         Not exact where leases share rows: but never more than all that is held.
         """
-        lost = (a for a in self.attachments.values() if a.limbo and a.instance != besides)
+        lost = (a for a in self.attachments.values() if a.lost and a.instance != besides)
         states = self.catalogue.bytes
-        held = states[State.LIMBO] + states[State.LEASED] + states[State.DOOMED]
+        held = states[State.ORPHANED] + states[State.LEASED] + states[State.DOOMED]
         return min(held, sum(attachment.held_bytes for attachment in lost))
 
     @property
-    def limbo_bytes(self) -> int:
+    def orphaned_bytes(self) -> int:
         """All of :meth:`lost_bytes`."""
         return self.lost_bytes()
 
@@ -268,7 +268,7 @@ class Core:
             "leased": states[State.LEASED],
             "loading": states[State.LOADING],
             "doomed": states[State.DOOMED],
-            "limbo": states[State.LIMBO],
+            "orphaned": states[State.ORPHANED],
         }
 
     def audit(self) -> list[str]:

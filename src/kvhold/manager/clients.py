@@ -278,7 +278,7 @@ class Clients:
             self._let_go(max(self.connections.values(), key=lambda one: one.unsent), "client does not read its answers")
 
     def _let_go(self, connection: Connection, reason: str) -> None:
-        log.warning("%s let go: %s", connection, reason)
+        log.warning("%s disconnected: %s", connection, reason)
         self.drop(connection)
 
     def refuse(self, connection: Connection, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What a manager may be told."""
+"""The settings of a manager, checked."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

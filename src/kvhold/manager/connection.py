@@ -131,7 +131,7 @@ class Connection:
             try:
                 sent = socket.send_fds(self.sock, [data], [descriptor])
             except OSError:
-                raise ProtocolError("cannot hand over what the session maps") from None
+                raise ProtocolError("the descriptor that the session maps cannot be handed over") from None
             data = data[sent:]
         self._outbox += data
         if len(self._outbox) > OUTBOX_LIMIT:

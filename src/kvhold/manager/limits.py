@@ -1,4 +1,4 @@
-"""Changing the core's limits while it runs: what may be, and what is said of it."""
+"""Changing the core's limits while it runs: which changes are allowed, and what the operator is told."""
 
 import dataclasses
 import math

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvhold.folders import DEFAULT, NoFolder, is_default, make, new_socket, sockets
 from kvhold.host import check_socket, listens
 from kvhold.manager.config import ConfigError, SocketTaken
-from kvhold.places import DEFAULT, NoPlace, is_default, make, new_socket, sockets
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Listener:
                 if not is_default(self.path):
                     raise
                 self._take(new_socket(self.path.name), self._lock_again)
-        except (ConfigError, NoPlace) as error:
+        except (ConfigError, NoFolder) as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 log.error("%s was removed by somebody, and no client finds this manager any more: %s", self.path, error)

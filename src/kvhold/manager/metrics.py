@@ -157,7 +157,7 @@ def gauges(said: dict[str, Any]) -> dict[str, tuple[str, float]]:
     return {
         "uptime_seconds": ("Seconds since the manager started.", said["uptime_seconds"]),
         "arena_bytes": ("Populated bytes of the arena.", said["arena"]["populated"]),
-        "limbo_bytes": ("Bytes of lost, not proved dead owners.", said["limbo_bytes"]),
+        "orphaned_bytes": ("Bytes of engines that are lost and not proved dead.", said["orphaned_bytes"]),
         "objects": ("Objects that are known, in DRAM or in logs.", said["objects"]),
         "objects_in_logs_only": ("Of those, objects that are not in DRAM.", said["objects_in_logs_only"]),
         "spaces": ("Namespaces that are known, each cache group counted.", said["spaces_known"]),

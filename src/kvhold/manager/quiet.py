@@ -1,4 +1,4 @@
-"""A log that says a thing a few times and then how often: what a client can cause must not fill a disk."""
+"""A log handler that writes a line a few times and then how often: what a client can cause must not fill a disk."""
 
 import logging
 import time

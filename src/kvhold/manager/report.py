@@ -113,7 +113,7 @@ def report(server: Server, spaces: list[dict[str, Any]]) -> dict[str, Any]:
             for each in server.stores.latecomers
         ],
         "io_pending": core.storage.pending,
-        "limbo_bytes": core.limbo_bytes,
+        "orphaned_bytes": core.orphaned_bytes,
         "objects": core.objects,
         "objects_in_logs_only": core.catalogue.cold,
         "evicted": core.catalogue.evicted,

@@ -130,13 +130,13 @@ class Server:
         try:
             while not self._stopping:
                 if self.config.starter_fd is not None and not self._starter and not self.sessions.engines:
-                    log.info("the last engine is gone; so is this manager")
+                    log.info("the last engine is gone, so this manager ends")
                     break
                 ready = self._poller.poll(self._patience())
                 begun, done = time.monotonic(), (self.clients.handled, self._slices)
                 for told, mask in ready:
                     told(mask)
-                self.sessions.pulse.beat()
+                self.sessions.heartbeat.beat()
                 self.clients.take(TURN_SECONDS)
                 self._work()
                 self._tick()

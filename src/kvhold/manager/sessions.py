@@ -14,11 +14,11 @@ from kvhold.core import events as ev
 from kvhold.core.turns import Work
 from kvhold.manager.clients import Clients
 from kvhold.manager.connection import Connection, Stage
+from kvhold.manager.heartbeat import Heartbeat
 from kvhold.manager.limits import change_limits, changes_document, limits_document, object_bytes
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.poller import Poller
-from kvhold.manager.pulse import Pulse
 from kvhold.manager.stores import Stores
 from kvhold.manager.times import Times
 from kvhold.manager.translate import ANSWERS, LATER, MAY_SAY, QUESTIONS, event_of, message_of
@@ -61,7 +61,7 @@ class Sessions:
         report: Report,
     ) -> None:
         self.clients = Clients(poller, listener, self)
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.times = Times()
         self.incarnation = secrets.randbits(62) + 1
         self._core = core
@@ -227,7 +227,7 @@ class Sessions:
         token = secrets.randbits(62) + 1
         self._tokens[token] = connection.id
         log.info("%s attached: %s", connection, connection.engine or "no name given")
-        descriptor = self._memory.fd if connection.role == "worker" else self.pulse.fd
+        descriptor = self._memory.fd if connection.role == "worker" else self.heartbeat.fd
         self._send(connection, wire.Welcome(self.incarnation, token, self._memory.bytes), descriptor)
 
     def tell(self, effect: ev.ToSession) -> None:
@@ -240,8 +240,8 @@ class Sessions:
                 self._welcome(connection)
             case ev.Refuse():
                 self.clients.refuse(connection, effect.reason)
-            case ev.Part():
-                log.info("%s parts: %s", connection, effect.reason)
+            case ev.Detach():
+                log.info("%s must attach again: %s", connection, effect.reason)
                 self.clients.drop(connection)
             case ev.Ready():
                 log.info("instance %s is served", connection.instance)

@@ -99,7 +99,7 @@ class SsdStore:
         if self._executor is None or self._executor.close(seconds):
             self._log.close()
         else:
-            log.warning("ssd: %s: a call to the disk hangs; it is left behind", self._config.path)
+            log.warning("ssd: %s: a call to the disk hangs, and is not waited for", self._config.path)
 
 
 class Latecomer(threading.Thread):

@@ -24,9 +24,9 @@ MAY_SAY: dict[str, tuple[type, ...]] = {
         wire.Lookup,
         wire.Prepare,
         wire.Cut,
-        wire.Hurry,
+        wire.AnswerNow,
         wire.Started,
-        wire.Spoiled,
+        wire.RestoreFailed,
         wire.Release,
         wire.Commit,
         wire.Return,
@@ -115,7 +115,7 @@ def _check(message: wire.ClientMessage) -> None:
             _check_numbers(op)
             if not 0 < len(key) <= MAX_KEY_BYTES or not 0 <= position < MAX_NUMBER:
                 raise wire.ProtocolError(f"hit cut at block {position} by a key of {len(key)} bytes")
-        case wire.Hurry(op, revision):
+        case wire.AnswerNow(op, revision):
             _check_numbers(op, revision)
         case wire.Commit(_, parent, depth, keys, rows, epochs):
             _check_batch(rows, epochs)

@@ -104,7 +104,7 @@ class Cut(_Message):
     position: int
 
 
-class Hurry(_Message):
+class AnswerNow(_Message):
     op: int
     revision: int
 
@@ -113,7 +113,7 @@ class Started(_Message):
     ops: Annotated[tuple[int, ...], msgspec.Meta(max_length=256)]
 
 
-class Spoiled(_Message):
+class RestoreFailed(_Message):
     op: int
 
 
@@ -190,9 +190,9 @@ ClientMessage = (
     | Lookup
     | Prepare
     | Cut
-    | Hurry
+    | AnswerNow
     | Started
-    | Spoiled
+    | RestoreFailed
     | Release
     | Commit
     | Return

@@ -18,13 +18,13 @@ from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.core.backing import Io
 from kvhold.core.events import Effect, Gone, Role
+from kvhold.core.history import History
 from kvhold.core.limits import Limits
 from kvhold.core.log import events as lev
 from kvhold.core.log.device import LogIo
 from kvhold.core.log.segments import HEADER, Segment
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Operation, Phase
-from kvhold.core.story import Story
 
 UNIT = 4096
 A0, A1, B0 = b"a\0", b"a\1", b"b\2"
@@ -124,7 +124,7 @@ class SmallWorld:
         self.setting = setting
         self.now = 1
         self.core = Core(setting.page * UNIT, setting.pages * setting.page * UNIT, setting.limits)
-        self.core.common.story = self.core.catalogue.story = Story(1)  # it decides nothing, and is large to copy
+        self.core.common.history = self.core.catalogue.history = History(1)  # it decides nothing, and is large to copy
         self.content: dict[int, Name] = {}
         self.disk = FakeDisk(self.content)
         self.owners: list[Owner] = []
@@ -347,7 +347,7 @@ class SmallWorld:
                 self.owners.append(owner)
                 self.generations[engine] += 1
         else:
-            self.refusals -= 1  # too much is in limbo: a lawful answer
+            self.refusals -= 1  # too much is orphaned: a lawful answer
         return self._told(effects)
 
     def _map(self, engine: int) -> list[Effect]:
@@ -509,7 +509,7 @@ class SmallWorld:
         assert owner.scheduler is not None
         assert owner.asked is not None
         owner.asked.spoiled = True
-        return self._tell(ev.Spoiled(owner.scheduler, OP))
+        return self._tell(ev.RestoreFailed(owner.scheduler, OP))
 
     def _purge(self, namespace: bytes) -> list[Effect]:
         self.condemned |= {name for name in self.known() if namespace in (b"", name[0])}
@@ -671,7 +671,7 @@ class SmallWorld:
         units = [at + more for at, size in credits for more in range(0, size, UNIT)]
         assert len(units) == len(set(units)), "granted to two"
         for at, _ in credits:
-            assert catalogue.state[used[at]] in (State.CREDIT, State.LIMBO), "granted, and something else"
+            assert catalogue.state[used[at]] in (State.CREDIT, State.ORPHANED), "granted, and something else"
         for owner in self.owners:
             for name, at, _ in owner.asked.pieces if owner.asked else ():
                 assert catalogue.state[used[at]] in (State.LEASED, State.DOOMED), "leased, and something else"
@@ -726,7 +726,7 @@ class SmallWorld:
             self.run()
         self.check()
         states = core.accounts()
-        assert not any(states[name] for name in ("credit", "leased", "doomed", "limbo", "loading"))
+        assert not any(states[name] for name in ("credit", "leased", "doomed", "orphaned", "loading"))
         assert not core.sessions
         assert not core.attachments
         assert not core.operations._waiters
@@ -770,7 +770,7 @@ class Canon:
     """A full description of a state without work, in names instead of numbers.
 
     Objects are named by their key, everything else by who holds it; where that leaves a tie, by what comes first, which
-    costs a merge and no more. Left out are: counters; the story; what was announced; how a heap of lists lags behind
+    costs a merge and no more. Left out are: counters; the history; what was announced; how a heap of lists lags behind
     them; the order of free slots of a run and of free rows (only a purge in slices sees the numbers of rows); which
     engine came first (only the order in which they are granted something sees that); clocks, of which only what is left
     to each deadline counts. What is explored is real all the same: leaving something out can only merge states that
@@ -909,14 +909,14 @@ class Canon:
                 [(part.index.namespace.name, part.skip, self.named(part.rows)) for part in op.parts],
                 op.charged,
                 op.missing,
-                sorted(map(repr, self.named(op.spoiled))),
+                sorted(map(repr, self.named(op.failed))),
                 sorted(map(repr, self.named(op.read))),
                 op.asked,
                 op.reason,
             )
             for op in held.operations.values()
         ]
-        sessions = [(s.role, s.mapped, s.id in held.limbo) for s in held.sessions.values()]
+        sessions = [(s.role, s.mapped, s.id in held.lost) for s in held.sessions.values()]
         spaces = [
             (number, space.index.namespace.name, space.want, sorted(map(repr, self.named(space.credits))))
             for number, space in held.spaces.items()

@@ -74,8 +74,8 @@ FAULTS: Final = (
     Fault(
         "a closed socket counts as a death",
         "_left",
-        "attachment.limbo.add(session_id)\nreturn effects",
-        "attachment.limbo.add(session_id)",
+        "attachment.lost.add(session_id)\nreturn effects",
+        "attachment.lost.add(session_id)",
         "what a lost owner may still touch is not given away",
     ),
     Fault(
@@ -445,8 +445,8 @@ FAULTS: Final = (
     Fault(
         "who waits for a failed read is not told",
         "done",
-        "arrived.append((row, False))\ncatalogue.spoiled(row)",
-        "catalogue.spoiled(row)",
+        "arrived.append((row, False))\ncatalogue.read_failed(row)",
+        "catalogue.read_failed(row)",
         "every question is answered",
     ),
     # --- several backings

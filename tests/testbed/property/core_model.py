@@ -520,7 +520,7 @@ class CoreModel:
                     self.over(engine, op)
                 self.engines.remove(engine)
         effects = self.do(ev.Left(half.id, how))
-        assert [effect.session for effect in effects if isinstance(effect, ev.Part)] == parted
+        assert [effect.session for effect in effects if isinstance(effect, ev.Detach)] == parted
 
     def drain(self) -> None:
         for _ in range(1000):
@@ -560,7 +560,7 @@ class CoreModel:
                 for slot in space.credits.values():
                     assert catalogue.epoch[slot.row] == slot.epoch
                     assert catalogue.offset[slot.row] == slot.offset
-                    assert state_of(slot.offset, space.size) == (State.LIMBO if engine.broken else State.CREDIT)
+                    assert state_of(slot.offset, space.size) == (State.ORPHANED if engine.broken else State.CREDIT)
             for one in engine.asked.values():
                 for name, offset, size in one.pieces:
                     assert state_of(offset, size) in (State.LEASED, State.DOOMED)
@@ -585,14 +585,14 @@ class CoreModel:
         held, extents = Counter[str](), set(self.disk.extents)
         for engine in self.engines:
             for space in engine.spaces.values():
-                held["limbo" if engine.broken else "credit"] += len(space.credits) * space.size
+                held["orphaned" if engine.broken else "credit"] += len(space.credits) * space.size
             for one in engine.asked.values():
                 extents.update((piece.offset, piece.size) for piece in one.pieces)
                 unanswered |= one.answered is None
                 if one.answered is None and not engine.broken:
                     assert one.waits, "a question was never answered"
                     assert queued or any(map(self.disk.reads, one.chosen)), "it waits for nothing"
-        assert (states["credit"], states["limbo"]) == (held["credit"], held["limbo"])
+        assert (states["credit"], states["orphaned"]) == (held["credit"], held["orphaned"])
         rest = states["leased"] + states["doomed"] + states["loading"] - sum(size for _, size in extents)
         assert rest >= 0
         assert rest == 0 or queued or unanswered

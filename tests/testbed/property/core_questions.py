@@ -257,14 +257,14 @@ class Questions(Engines):
 
     @precondition(lambda self: any(engine.asked for engine in self.speakers()))
     @rule(number=small, which=small, older=rarely)
-    def hurry(self, number: int, which: int, older: bool) -> None:
+    def answer_now(self, number: int, which: int, older: bool) -> None:
         """What waits for reads is answered in its engine's next turn."""
         holders = [engine for engine in self.speakers() if engine.asked]
         engine = holders[number % len(holders)]
         op = sorted(engine.asked)[which % len(engine.asked)]
         one = engine.asked[op]
         waits = one.waits and one.answered is None and not older and not engine.broken
-        assert said(self.do(ev.Hurry(engine.scheduler.id, op, one.revision - older))) == []
+        assert said(self.do(ev.AnswerNow(engine.scheduler.id, op, one.revision - older))) == []
         if waits:
             self.drain()
             assert one.answered is not None
@@ -321,7 +321,7 @@ class Questions(Engines):
             names = {name for name, offset, _ in engine.asked[op].pieces if self.seen.get(name) == offset}
             self.condemned |= names
             self.doomed |= names
-        self.do(ev.Spoiled(engine.scheduler.id, op))
+        self.do(ev.RestoreFailed(engine.scheduler.id, op))
 
     @precondition(lambda self: self.speakers() and not self.core.has_work)
     @rule(number=small, op=st.one_of(st.none(), st.integers(1, 5)))

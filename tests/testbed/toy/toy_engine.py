@@ -280,7 +280,7 @@ class StepEngine:
             if not request.awaited:
                 assert request.lease is not None
                 if request.failed:
-                    control.spoiled(request.lease)
+                    control.restore_failed(request.lease)
                     request.restored = 0
                 control.release((request.lease,))
 

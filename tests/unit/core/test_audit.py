@@ -187,8 +187,8 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda w: w.core.sessions.pop(engine(w).scheduler),
         "all and only sessions of an attachment are known",
     ),
-    "limbo": (
-        lambda w: held(w).limbo.add(999),
+    "orphaned": (
+        lambda w: held(w).lost.add(999),
         "an attachment has sessions that know it, and those that are lost are among them",
     ),
     "joined": (lambda w: w.core._current.clear(), "all and only attachments that are whole are joined by who comes"),
@@ -218,11 +218,11 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "a credit of nobody": (
         lambda w: held(w).spaces[0].credits.clear(),
-        "all and only rows that are CREDIT or LIMBO are granted, to one space; or are about to be freed",
+        "all and only rows that are CREDIT or ORPHANED are granted, to one space; or are about to be freed",
     ),
     "credits": (
         lambda w: put(held(w), "broken", True),
-        "what a lost attachment was granted is LIMBO, and what a whole one was is CREDIT",
+        "what a lost attachment was granted is ORPHANED, and what a whole one was is CREDIT",
     ),
     "users": (
         lambda w: add(index(w), "users"),

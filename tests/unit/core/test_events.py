@@ -137,7 +137,7 @@ class TestRemoved:
         world, engine = watched()
         engine.commit(chain(3))
         engine.query(chain(2), op=1)
-        assert heard(world.settle(ev.Spoiled(engine.scheduler, 1)), engine) == [("-", chain(2))]
+        assert heard(world.settle(ev.RestoreFailed(engine.scheduler, 1)), engine) == [("-", chain(2))]
 
     def test_quotas_and_limits_that_are_lowered(self):
         world, engine = watched()

@@ -89,7 +89,7 @@ def test_what_comes_and_goes_meanwhile_hides_nothing_else():
 
     def between() -> None:
         engine.query(chain(6), op=1)
-        world.settle(ev.Spoiled(engine.scheduler, 1))
+        world.settle(ev.RestoreFailed(engine.scheduler, 1))
         engine.store(chain(6, "new"))
 
     found = [key for key, _ in listing(world, between) if not key.startswith(b"new")]
@@ -123,7 +123,7 @@ def test_a_key_that_is_given_another_row_meanwhile_is_not_missed(within: bool, m
     for key in chain(3):  # their rows are spare now
         world.settle(engine.query_event([key], op=1))
         world.finish()
-        world.settle(ev.Spoiled(engine.scheduler, 1))
+        world.settle(ev.RestoreFailed(engine.scheduler, 1))
         engine.release(1)
 
     world.settle(engine.query_event(chain(12)[10:], op=2))

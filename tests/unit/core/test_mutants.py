@@ -36,7 +36,7 @@ def test_what_a_failed_restore_leased_is_forgotten_on_disk_too():
     world.finish()
     engine.query(keys, op=1)
     world.settle(ev.Started(engine.scheduler, (1,)))
-    effects = world.settle(ev.Spoiled(engine.scheduler, 1))
+    effects = world.settle(ev.RestoreFailed(engine.scheduler, 1))
     assert [name for effect in effects if isinstance(effect, ev.Forget) for name in effect.names] == [
         (NAMESPACE, 0, key) for key in keys
     ]

@@ -395,7 +395,7 @@ def test_a_failed_restore_is_not_found_again_and_its_key_can_be_stored_anew():
     before = offsets_of(engine.query(keys[:2], op=1))
     other.query(keys, op=1)
     world.settle(ev.Started(engine.scheduler, (1,)))
-    world.settle(ev.Spoiled(engine.scheduler, 1))
+    world.settle(ev.RestoreFailed(engine.scheduler, 1))
     assert world.resident(keys) == keys[2:]
     assert world.accounts["doomed"] == 2 * SLOT, "whoever reads it reads on"
     engine.store(keys[:2])
@@ -408,7 +408,7 @@ def test_a_failed_restore_is_not_found_again_even_if_it_is_released_at_once(monk
     monkeypatch.setattr(ev, "MAX_BATCH", 2)
     world, engine, keys = stored(7)
     engine.query(keys, op=1)
-    world.handle(ev.Spoiled(engine.scheduler, 1))
+    world.handle(ev.RestoreFailed(engine.scheduler, 1))
     engine.release(1)
     assert world.resident(keys) == []
     assert "doomed" not in world.accounts
@@ -541,7 +541,7 @@ class TestExplain:
         engine = world.engine()
         world.settle(engine.query_event(keys, op=7))
         assert self.explain(world) == ""
-        world.settle(ev.Hurry(engine.scheduler, 7, 1))
+        world.settle(ev.AnswerNow(engine.scheduler, 7, 1))
         assert f"for the reason deadline (revision 1), at key ...{keys[0].hex()}, position 0" in self.explain(world)
 
     def test_what_was_too_much_lacked_no_key(self):

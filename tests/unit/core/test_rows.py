@@ -116,9 +116,9 @@ class TestWhatARefusalMeans:
         engine = world.engine()
         slots = engine.take(2)
         catalogue = world.core.catalogue
-        catalogue.move(slots[0].row, State.LIMBO)
+        catalogue.move(slots[0].row, State.ORPHANED)
         keys = chain(2)
         world.handle_unaudited(engine.commit_event(keys, slots))
         assert world.resident(keys) == keys[1:]
         assert world.core.counters["forbidden_moves"] == 1
-        assert catalogue.state[slots[0].row] == State.LIMBO
+        assert catalogue.state[slots[0].row] == State.ORPHANED

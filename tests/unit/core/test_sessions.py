@@ -6,7 +6,7 @@ import pytest
 from testbed.core.core_world import PAGE, SLOT, World, chain
 
 from kvhold.core import events as ev
-from kvhold.core.events import Gone, Part, Ready, Reason, Refuse, Role
+from kvhold.core.events import Detach, Gone, Ready, Reason, Refuse, Role
 from kvhold.core.limits import Limits
 
 
@@ -85,7 +85,7 @@ def test_a_lost_half_parts_the_others(how: Gone):
     world = World()
     engine = world.engine(world=2)
     effects = world.handle(ev.Left(engine.workers[1], how))
-    parted = [effect.session for effect in effects if isinstance(effect, Part)]
+    parted = [effect.session for effect in effects if isinstance(effect, Detach)]
     assert parted == [engine.scheduler, engine.workers[0]]
     assert world.handle(ev.Left(engine.workers[0], Gone.UNKNOWN)) == [], "they are parted once"
 
@@ -124,17 +124,17 @@ def test_a_worker_lost_before_ready_does_not_count():
             assert not any(isinstance(effect, Ready) for effect in told)
 
 
-def test_credits_are_in_limbo_until_every_half_is_proved_gone():
+def test_credits_are_orphaned_until_every_half_is_proved_gone():
     world = World()
     engine = world.engine(world=2, shards=(SLOT, 1), slots=3)
     assert world.accounts["credit"] == 6 * SLOT
     world.settle(ev.Left(engine.scheduler, Gone.UNKNOWN))
-    assert (world.accounts["limbo"], world.accounts.get("credit")) == (6 * SLOT, None)
+    assert (world.accounts["orphaned"], world.accounts.get("credit")) == (6 * SLOT, None)
     for session in engine.workers:
         world.settle(ev.Left(session, Gone.UNKNOWN))
     for session in [engine.workers[1], engine.scheduler]:
         world.settle(ev.Left(session, Gone.DEAD))
-        assert world.accounts["limbo"] == 6 * SLOT, "one half may still be copying"
+        assert world.accounts["orphaned"] == 6 * SLOT, "one half may still be copying"
     world.settle(ev.Left(engine.workers[0], Gone.SAID))
     assert world.accounts == {"free_pages": world.core.arena.total}
 
@@ -178,23 +178,23 @@ def test_what_a_dead_engine_held_is_freed_in_slices(monkeypatch: pytest.MonkeyPa
     engine.query(chain(10))
     world.handle(ev.Left(engine.workers[0], Gone.DEAD))
     world.handle(ev.Left(engine.scheduler, Gone.DEAD))
-    held = [(world.accounts.get("leased", 0) // SLOT, world.accounts.get("limbo", 0) // SLOT)]
+    held = [(world.accounts.get("leased", 0) // SLOT, world.accounts.get("orphaned", 0) // SLOT)]
     while world.core.has_work:
         world.step()
-        held.append((world.accounts.get("leased", 0) // SLOT, world.accounts.get("limbo", 0) // SLOT))
+        held.append((world.accounts.get("leased", 0) // SLOT, world.accounts.get("orphaned", 0) // SLOT))
     assert held[0] == (6, 6)
     assert held[-1] == (0, 0)
     assert all(sum(before) - sum(after) <= 4 for before, after in itertools.pairwise(held))
     assert world.accounts.keys() == {"free_pages", "free_slots", "resident"}
 
 
-def test_new_sessions_are_refused_while_too_much_is_in_limbo():
+def test_new_sessions_are_refused_while_too_much_is_orphaned():
     world = World(pages=2)
     engine = world.engine(slots=1)
     engine.store(chain(5))
     engine.query(chain(5))
     world.settle(ev.Left(engine.workers[0], Gone.UNKNOWN))
-    assert world.core.limbo_bytes == 6 * SLOT
+    assert world.core.orphaned_bytes == 6 * SLOT
     (refusal,) = world.handle(joined(98, Role.WORKER, 0, "new"))
     assert isinstance(refusal, Refuse)
     assert "kvhold status" in refusal.reason
@@ -202,7 +202,7 @@ def test_new_sessions_are_refused_while_too_much_is_in_limbo():
     assert not isinstance(world.handle(joined(99, Role.WORKER, 0, "new"))[0], Refuse)
 
 
-def test_the_engine_whose_bytes_are_in_limbo_may_come_back():
+def test_the_engine_whose_bytes_are_orphaned_may_come_back():
     world = World(pages=2)
     engine = world.engine("one", slots=1)
     engine.store(chain(5))
@@ -227,14 +227,14 @@ def test_what_is_still_being_freed_refuses_nobody(monkeypatch: pytest.MonkeyPatc
     assert not isinstance(world.handle(joined(99, Role.WORKER, 0, "new"))[0], Refuse)
 
 
-def test_limbo_counts_what_many_leases_share_once():
+def test_orphaned_bytes_are_counted_once_however_many_leases_share_them():
     world = World(pages=2)
     engine = world.engine(slots=1)
     engine.store(chain(2))
     for _ in range(10):
         engine.query(chain(2))
     world.settle(ev.Left(engine.scheduler, Gone.UNKNOWN))
-    assert world.core.limbo_bytes == 3 * SLOT
+    assert world.core.orphaned_bytes == 3 * SLOT
 
 
 def test_goodbye_from_all_frees_everything_but_objects():

@@ -265,17 +265,17 @@ class TestFailedReads:
         world.settle(engine.query_event(keys[:2], op=1))
         world.finish()
         world.settle(engine.query_event(keys, op=2))
-        assert answers(world.settle(ev.Hurry(engine.scheduler, 2, 0))) == [], "of another revision"
-        (answer,) = answers(world.settle(ev.Hurry(engine.scheduler, 2, 1)))
+        assert answers(world.settle(ev.AnswerNow(engine.scheduler, 2, 0))) == [], "of another revision"
+        (answer,) = answers(world.settle(ev.AnswerNow(engine.scheduler, 2, 1)))
         assert (answer.resident, answer.reason) == (2, Reason.DEADLINE)
-        assert answers(world.settle(ev.Hurry(engine.scheduler, 2, 1))) == [], "it is answered once"
+        assert answers(world.settle(ev.AnswerNow(engine.scheduler, 2, 1))) == [], "it is answered once"
         assert answers(world.finish()) == []
         engine.release(1, 2)
         world, engine, keys = logged()
         assert answers(engine.prepare((0, keys), op=1)) == []
-        (answer,) = answers(world.settle(ev.Hurry(engine.scheduler, 1, 1)))
+        (answer,) = answers(world.settle(ev.AnswerNow(engine.scheduler, 1, 1)))
         assert (answer.resident, answer.offsets, answer.reason) == (0, b"", Reason.DEADLINE)
-        assert answers(world.settle(ev.Hurry(engine.scheduler, 99, 1))) == []
+        assert answers(world.settle(ev.AnswerNow(engine.scheduler, 99, 1))) == []
 
     def test_an_answer_says_what_was_read_for_it(self):
         world, engine, keys = logged()
@@ -693,7 +693,7 @@ def test_a_purge_finds_what_changes_its_row_meanwhile():
     engine = world.engine(slots=8)
     world.settle(engine.query_event(keys[3:4], op=1))  # its row, one of the first, is spare afterwards
     world.finish()
-    world.settle(ev.Spoiled(engine.scheduler, 1))
+    world.settle(ev.RestoreFailed(engine.scheduler, 1))
     engine.release(1)
     world.finish()
     world.settle(engine.query_event(keys[500:501], op=2))
@@ -710,7 +710,7 @@ def test_word_of_what_was_forgotten_is_something_to_write():
     world, engine, keys = logged()
     world.settle(engine.query_event(keys[:1], op=1))
     world.finish()
-    world.settle(ev.Spoiled(engine.scheduler, 1))
+    world.settle(ev.RestoreFailed(engine.scheduler, 1))
     assert world.core.storage.writing
     world.finish()
     assert not world.core.storage.writing

@@ -8,9 +8,9 @@ from testbed.core.core_world import NAMESPACE, SLOT, World, chain
 
 from kvhold.core import events as ev
 from kvhold.core.events import Effect, Gone
+from kvhold.core.history import LOOK, History, Kind
 from kvhold.core.limits import Limits
 from kvhold.core.log import events as lev
-from kvhold.core.story import LOOK, Kind, Story
 from kvhold.core.turns import MANAGER, Turns
 
 KEYS = b"".join(chain(400))
@@ -284,11 +284,11 @@ class TestKnownSpaces:
 
 
 def test_what_is_remembered_is_looked_at_a_batch_at_a_time():
-    story, looked = Story(4 * ev.MAX_BATCH), list[int]()
+    history, looked = History(4 * ev.MAX_BATCH), list[int]()
     for number in range(5 * ev.MAX_BATCH):
-        story.note(Kind.MISSED, number, 1, 2, 3)
+        history.note(Kind.MISSED, number, 1, 2, 3)
     slices = [0]
-    for entry in story.latest(lambda entry: bool(looked.append(entry[2]))):
+    for entry in history.latest(lambda entry: bool(looked.append(entry[2]))):
         assert entry is None
         slices.append(len(looked))
     assert looked == list(range(5 * ev.MAX_BATCH - 1, ev.MAX_BATCH - 1, -1)), "all that is not forgotten, latest first"

@@ -38,7 +38,7 @@ def sessions(core: Core) -> Iterator[str]:
 @each(ATTACHMENTS, "an attachment has sessions that know it, and those that are lost are among them")
 def members(_: Core, held: Attachment) -> bool:
     known = all(one.attachment is held for one in held.sessions.values())
-    return bool(held.sessions) and known and held.limbo <= held.sessions.keys()
+    return bool(held.sessions) and known and held.lost <= held.sessions.keys()
 
 
 @together("all and only attachments that are whole are joined by who comes")
@@ -112,19 +112,19 @@ def waiters(core: Core) -> Iterator[str]:
 # --- credits ----------------------------------------------------------------------------------------------------
 
 
-@together("all and only rows that are CREDIT or LIMBO are granted, to one space; or are about to be freed")
+@together("all and only rows that are CREDIT or ORPHANED are granted, to one space; or are about to be freed")
 def credits(core: Core) -> Iterator[str]:
     granted = Counter(row for _, _, space in spaces_of(core) for row in space.credits)
     busy = core.has_work
-    waiting = set(rows_in(core, State.CREDIT, State.LIMBO))
+    waiting = set(rows_in(core, State.CREDIT, State.ORPHANED))
     for row in granted.keys() | waiting:
         if granted[row] > 1 or row not in waiting or (not granted[row] and not busy):
             yield named(core, row)
 
 
-@each(ATTACHMENTS, "what a lost attachment was granted is LIMBO, and what a whole one was is CREDIT")
-def limbo(core: Core, held: Attachment) -> bool:
-    state, right = core.catalogue.state, State.LIMBO if held.broken else State.CREDIT
+@each(ATTACHMENTS, "what a lost attachment was granted is ORPHANED, and what a whole one was is CREDIT")
+def orphaned(core: Core, held: Attachment) -> bool:
+    state, right = core.catalogue.state, State.ORPHANED if held.broken else State.CREDIT
     return all(state[row] == right for space in held.spaces.values() for row in space.credits)
 
 

@@ -5,11 +5,11 @@ from kvhold.core.backing import Backing
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.common import Common
 from kvhold.core.events import Effect
+from kvhold.core.history import Kind
 from kvhold.core.log.device import ERRORS, Device, Dirty, LogIo
 from kvhold.core.log.events import Reuse, Seal, Stored, Write
 from kvhold.core.log.segments import HEADER, Segment, pack, table_bytes
 from kvhold.core.rows import State
-from kvhold.core.story import Kind
 from kvhold.core.turns import MANAGER, Work
 
 REWRITE_SHARE = 0.1

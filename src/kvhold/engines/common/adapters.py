@@ -63,8 +63,8 @@ class Known:
     stamp: Stamp = ()
     digest: bytes | None = None
     changed: bool = False  # from one look to another
-    spoiled: bool = False  # what this engine has computed with it may be of other weights than its files
-    private: bool = False  # it was spoiled, or its files were newer than the engine, before the last reset
+    tainted: bool = False  # what this engine has computed with it may be of other weights than its files
+    private: bool = False  # it was tainted, or its files were newer than the engine, before the last reset
     trouble: str = ""  # of the last look that failed
 
 
@@ -150,8 +150,8 @@ class Adapters:
         self._asked.clear()
         self._reset, self._salt = time.time(), os.urandom(16)
         for known in self._known.values():
-            if known.spoiled or known.changed:
-                known.spoiled, known.changed, known.private = False, False, True
+            if known.tainted or known.changed:
+                known.tainted, known.changed, known.private = False, False, True
 
     def stop(self) -> None:
         if self._thread is not None:
@@ -175,7 +175,7 @@ class Adapters:
             self._path_of[number] = ""  # no path at all
             for each in (known, self._known.get(other)):
                 if each is not None:
-                    self._spoil(each, f"its id {number} is another adapter's, too")
+                    self._taint(each, f"its id {number} is another adapter's, too")
         while len(self._path_of) > _MOST:
             del self._path_of[next(iter(self._path_of))]
         return known
@@ -187,12 +187,12 @@ class Adapters:
         newest = max(entry[3] for entry in known.stamp) / 1e9
         known.private = known.private or self._born <= newest < self._reset
         if newest >= (self._reset if known.private else self._born) or known.changed:
-            self._spoil(known, "its files are not older than this engine, which may have loaded others before")
-        return not known.spoiled
+            self._taint(known, "its files are not older than this engine, which may have loaded others before")
+        return not known.tainted
 
-    def _spoil(self, known: Known, why: str) -> None:
-        if not known.spoiled:
-            known.spoiled = True
+    def _taint(self, known: Known, why: str) -> None:
+        if not known.tainted:
+            known.tainted = True
             log.warning(
                 "kvhold: the KV cache of adapter %s is not kept: %s. Restart the engine, or, once the adapter is "
                 "loaded, %s",

@@ -9,8 +9,8 @@ from pathlib import Path
 from kvhold.client.attacher import Attacher, Half
 from kvhold.client.embedded import Embedded
 from kvhold.engines.common.settings import Settings, own_settings
+from kvhold.folders import runtime_folders, sockets
 from kvhold.host import default_dram
-from kvhold.places import places, sockets
 from kvhold.units import parse_size
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def own_sockets(engine: str) -> list[Path]:
     """Where the own manager of ``engine`` may listen: all its processes have this name in common."""
     name = hashlib.sha256(f"{os.uname().nodename}\0{engine}".encode()).hexdigest()[:16]
-    return [folder / f"e-{name}.sock" for folder in places()]
+    return [folder / f"e-{name}.sock" for folder in runtime_folders()]
 
 
 def make_attacher(half: Half, engine: str, settings: Settings, reads: bool) -> Attacher:

@@ -147,7 +147,7 @@ class Copies:
             taken.ended.add(request)
             self._accounts.add("loads")
             if job.error is not None:
-                log.warning("kvhold: a restore failed, what it should have brought is computed: %s", job.error)
+                log.warning("kvhold: a restore failed, so its blocks are computed instead: %s", job.error)
                 if self._keeps_prefix:
                     self._unfilled.update(blocks[job.done :])
                 else:
@@ -178,7 +178,7 @@ class Copies:
                 self._accounts.add("publish_bytes", job.size, rank=rank)
                 self._accounts.add("publish_seconds", job.seconds, rank=rank)
             else:
-                log.warning("kvhold: a publish failed, its blocks are not kept: %s", job.error)
+                log.warning("kvhold: a publish failed, so its blocks are not kept: %s", job.error)
                 report.ended[batch] = {rank: -1}
                 self._accounts.add("publish_failures")
         return report if report.ended or report.loaded else None

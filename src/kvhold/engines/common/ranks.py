@@ -1,4 +1,4 @@
-"""What the ranks of one engine hold of an object: who writes which part of it, and where each reads its own.
+"""What the ranks of one engine hold of an object: who writes which shard of it, and where each reads its own.
 
 Each worker half packs a :class:`WorkerReport` for its scheduler half, and the manager hands it on: the engine's own
 handshake between the two has room for one connector alone.
@@ -83,7 +83,7 @@ def agree(packed: Iterable[bytes]) -> Ranks:
         raise ValueError(f"kvhold: a worker's report cannot be read: {error}") from None
     world = next((report.world for report in by_rank.values()), 0)
     if not world or set(by_rank) != set(range(world)):
-        raise ValueError(f"kvhold: of {world} workers, ranks {sorted(by_rank)} have said what their KV cache is")
+        raise ValueError(f"kvhold: of {world} workers, only ranks {sorted(by_rank)} have said what their KV cache is")
     stages: dict[int, bytes] = {}
     common = {(report.digest, report.world, report.private, len(report.shard_bytes)) for report in by_rank.values()}
     agreed = len(common) == 1 and all(

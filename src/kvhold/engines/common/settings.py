@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvhold.folders import DEFAULT, VARIABLE, runtime_folders
 from kvhold.host import check_dram, check_huge_pages, check_socket, default_dram
-from kvhold.places import DEFAULT, VARIABLE, places
 from kvhold.units import LEAST_SSD, format_size, parse_directory, parse_size
 
 _WRITTEN = {
@@ -113,12 +113,11 @@ def _check_named(socket: str, settings: Settings) -> None:
 
 def _check_own(settings: Settings) -> None:
     """Check what the engine would start its own manager with."""
+    path = runtime_folders()[0] / DEFAULT  # an own manager's is longer, but may not be needed
     try:
-        check_socket(places()[0] / DEFAULT)  # an own manager's is longer, but may not be needed
+        check_socket(path)
     except ValueError as error:
-        raise ValueError(
-            f"kvhold: no manager can listen on {str(places()[0] / DEFAULT)!r}, which is {error} with {VARIABLE}"
-        ) from None
+        raise ValueError(f"kvhold: no manager can listen on {str(path)!r}, which is {error} with {VARIABLE}") from None
     dram = default_dram()
     if settings.dram is not None:
         try:

@@ -1,4 +1,4 @@
-"""Who of the engine is at work: some of what a connector needs to know is said to nobody, but stands on the stack."""
+"""Which of vLLM's functions is calling: some of what a connector needs to know is on the stack alone."""
 
 import sys
 from collections.abc import Iterator

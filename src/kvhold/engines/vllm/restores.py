@@ -39,7 +39,7 @@ class Restore:
     blocks: frozenset[int]
     from_disk: int = 0  # tokens
     failed: bool = False
-    orphan: bool = False  # its request is over
+    abandoned: bool = False  # its request is over
 
 
 @belongs_to(ENGINE)
@@ -161,7 +161,7 @@ class Restores:
             return None
         question, local, leased = taken
         if not self._covers(leased, tables, local, local + external):
-            log.error("kvhold: the engine's blocks for a restore are not those of its hit; the request is computed")
+            log.error("kvhold: the engine gave a restore other blocks than its hit needs, so the request is computed")
             self._control.release((question.id,))
             return None
         copies = [
@@ -216,8 +216,8 @@ class Restores:
             if restore.id is not None and restore.attachment == self._control.attachment:
                 ended.append(restore.id)
                 if failed:
-                    self._control.spoiled(restore.id)
-            if failed and not restore.orphan:
+                    self._control.restore_failed(restore.id)
+            if failed and not restore.abandoned:
                 self._failed.add(name)
                 self._admission.failed(name)
         self._control.release(ended)
@@ -228,4 +228,4 @@ class Restores:
         self._admission.finished(request)
         self._failed.discard(request)
         if request in self._under_way:
-            self._under_way[request].orphan = True
+            self._under_way[request].abandoned = True

@@ -1,4 +1,4 @@
-"""Of which spaces the KV of a request is."""
+"""Which spaces the KV of a request belongs to."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -12,11 +12,11 @@ _GIVEN = Path("/run/kvhold")
 """A service manager makes it for its service's user; it is nobody else's to make."""
 
 
-class NoPlace(ValueError):
+class NoFolder(ValueError):
     """No folder can have a socket; the message says why and what to do."""
 
 
-def places() -> list[Path]:
+def runtime_folders() -> list[Path]:
     """The folders in which this user's managers may be, the best first; they need not exist."""
     if chosen := os.environ.get(VARIABLE):
         return [Path(chosen)]
@@ -26,25 +26,25 @@ def places() -> list[Path]:
 
 def sockets(name: str = DEFAULT) -> list[Path]:
     """Where a manager that listens on ``name`` may be found. Folders of other users are left out."""
-    return [folder / name for folder in places() if _flaw(folder) is None or not folder.exists()]
+    return [folder / name for folder in runtime_folders() if _flaw(folder) is None or not folder.exists()]
 
 
 def new_socket(name: str = DEFAULT) -> Path:
-    """Where a manager is to listen on ``name``, in a folder that is made if it is missing. Raises NoPlace."""
+    """Where a manager is to listen on ``name``, in a folder that is made if it is missing. Raises NoFolder."""
     flaws = []
-    for folder in places():
+    for folder in runtime_folders():
         flaw = make(folder)
         if flaw is None:
             return folder / name
         flaws.append(f"{folder} ({flaw})")
-    raise NoPlace(
+    raise NoFolder(
         f"socket: no folder can have one: {', '.join(flaws)}; make one of them usable, set {VARIABLE} to another, or "
         "name a manager's socket"
     )
 
 
 def make(folder: Path) -> str | None:
-    """Make one of :func:`places` if it is missing; why nobody can listen in it, or None."""
+    """Make one of :func:`runtime_folders` if it is missing; why nobody can listen in it, or None."""
     try:
         if folder != _GIVEN:
             folder.mkdir(mode=0o700, exist_ok=True, parents=bool(os.environ.get(VARIABLE)))
@@ -72,4 +72,4 @@ def _flaw(folder: Path) -> str | None:
 
 def is_default(path: Path) -> bool:
     """Whether ``path`` is one of those where commands and engines look by themselves."""
-    return path.parent in places()
+    return path.parent in runtime_folders()

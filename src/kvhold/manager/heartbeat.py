@@ -13,18 +13,18 @@ from kvhold.manager.config import ConfigError
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
 
 
-class Pulse:
+class Heartbeat:
     """The page and its descriptor ``fd``, which may be handed out: nobody else can write there or resize it."""
 
     def __init__(self) -> None:
         try:
-            self.fd = os.memfd_create("kvhold-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.fd = os.memfd_create("kvhold-heartbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, mmap.PAGESIZE)
             self._turns = memoryview(mmap.mmap(self.fd, mmap.PAGESIZE)).cast("Q")
             seals = _F_SEAL_FUTURE_WRITE | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
             fcntl.fcntl(self.fd, _F_ADD_SEALS, seals)
         except OSError as error:
-            raise ConfigError(f"a page of memory to show that the manager runs cannot be had: {error}") from None
+            raise ConfigError(f"the page of memory that shows that the manager runs cannot be made: {error}") from None
 
     def beat(self) -> None:
         """A turn of the loop has begun."""

@@ -64,7 +64,7 @@ def block_of(group: int, position: int) -> int:
     return group << 32 | position
 
 
-class Story:
+class History:
     """A ring of ``entries``; ``now`` is the time of what is being noted, in nanoseconds of the shell's clock."""
 
     def __init__(self, entries: int = ENTRIES) -> None:

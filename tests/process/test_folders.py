@@ -12,7 +12,7 @@ from testbed.process.manager_process import Manager
 from testbed.process.peers import listening_pid, until
 from testbed.process.puppet import environment
 
-from kvhold import places
+from kvhold import folders as where
 
 OTHER = 12345
 """Another user."""
@@ -34,9 +34,9 @@ def folders(home: Path) -> list[Path]:
 def program(home: Path) -> tuple[str, str]:
     """The commands as on a host whose folders are those of ``home``."""
     patch = (
-        "from pathlib import Path; import kvhold.places as places\n"
-        f"places._GIVEN = Path({str(home / 'run/kvhold')!r})\n"
-        f"places.places = lambda: [Path(each) for each in {list(map(str, folders(home)))}]\n"
+        "from pathlib import Path; import kvhold.folders as found\n"
+        f"found._GIVEN = Path({str(home / 'run/kvhold')!r})\n"
+        f"found.runtime_folders = lambda: [Path(each) for each in {list(map(str, folders(home)))}]\n"
     )
     return "-c", patch + "from kvhold.cli import main; main()"
 
@@ -91,12 +91,12 @@ def test_the_environment_of_whoever_looks_does_not_matter(monkeypatch: pytest.Mo
     monkeypatch.delenv("KVHOLD_RUNTIME_DIR")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("TMPDIR", raising=False)
-    before = places.places()
+    before = where.runtime_folders()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert places.places() == before
+    assert where.runtime_folders() == before
     monkeypatch.setenv("KVHOLD_RUNTIME_DIR", str(tmp_path))
-    assert places.places() == [tmp_path]
+    assert where.runtime_folders() == [tmp_path]
 
 
 def test_found_in_each_folder(home: Path, serve: Callable[..., Manager]) -> None:
@@ -177,7 +177,7 @@ def test_a_folder_that_is_gone_for_good(home: Path, serve: Callable[..., Manager
     assert "the socket was removed by somebody; this manager listens on" in running.log.read_text()
 
 
-def test_a_place_that_was_taken_meanwhile_is_not_taken_back(home: Path, serve: Callable[..., Manager]) -> None:
+def test_a_folder_that_was_taken_meanwhile_is_not_taken_back(home: Path, serve: Callable[..., Manager]) -> None:
     """Both say so, and neither takes the other's files away."""
     first = serve(folders(home)[1])
     first.stop()
