@@ -192,6 +192,9 @@ def test_a_part_of_a_hit_is_not_had(full: Manager, attach: Attach) -> None:
     assert np.array_equal(restore(face, hit), values(keys)), "nothing was lost by that"
     with pytest.raises(ValueError, match="keys of this space have 32 bytes"):
         face.find(space, [b"short"], PATIENT)
+    with pytest.raises(ValueError, match="skip is -1"):
+        face.find(space, keys, PATIENT, skip=-1)
+    assert face.attached, "the manager heard nothing of it"
     with pytest.raises(ValueError, match="1 buffers for 2 keys"):
         face.publish(space, keys[:2], buffers(values(keys[:1])), PATIENT)
     face.release(face.find(space, keys, PATIENT))
@@ -220,6 +223,12 @@ def test_only_what_is_missing_is_copied_wherever_it_is(
     assert sum(moved) == 11 - sum(at >= 1 for at in there)
     present = face.find(space, keys[1:], PATIENT) if not chain else face.find(space, keys, PATIENT, skip=1)
     assert np.array_equal(restore(face, present), values(keys[1:]))
+
+
+def test_what_has_no_key_is_told_apart_from_what_was_not_stored(full: Manager, attach: Attach) -> None:
+    face, space = attach(full)
+    assert face.publish(space, keys_of(1, 2), buffers(values(keys_of(1, 2, 3))), PATIENT) == [True, True, False]
+    assert face.counts == {"offered": 3, "published": 2, "unpublished_too_many": 1}
 
 
 def test_what_could_not_be_reached_is_not_copied(full: Manager, attach: Attach) -> None:
@@ -404,6 +413,29 @@ def test_while_a_copy_runs(full: Manager, attach: Attach, slow: Callable[[str], 
     full.cont()
     assert face.wait(60)
     works(face, space, others)
+    nothing_held(face, full.socket)
+
+
+def test_a_hit_that_is_being_restored_stays_leased_whatever_others_do_with_it(
+    full: Manager, attach: Attach, slow: Callable[[str], Gate]
+) -> None:
+    face, space = attach(full)
+    keys = keys_of(*range(8))
+    works(face, space, keys)
+    hit = face.find(space, keys, PATIENT)
+    gate = slow("copy_out")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(restore, face, hit)
+        gate.await_begin()
+        face.release(hit)
+        assert face.restore(hit, buffers(values(keys))) == 0, "one thread restores it"
+        hit_of_another = face.find(space, keys, PATIENT)  # what was said before is handled
+        face.release(hit_of_another)
+        assert face.look(space, keys, PATIENT) == b"\1" * 8
+        assert status(full.socket)["accounts"]["leased"]
+        gate.open()
+        assert np.array_equal(running.result(60), values(keys))
+    assert not face.counts["void"]
     nothing_held(face, full.socket)
 
 

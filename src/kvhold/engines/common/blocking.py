@@ -128,6 +128,7 @@ class Blocking:
         self._attachment = 0  # in which the spaces are open
         self._planned = 0  # the number of the last plan
         self._plans: set[int] = set()  # whose copies may run
+        self._restoring: set[QuestionId] = set()  # what they read under a lease
         self._mappings = Mappings(wire.Hello("worker", instance, 0, 1, label), self)
         self._worker = attach(self._mappings)
         self._scheduler = attach(_Scheduler(self))
@@ -275,8 +276,10 @@ class Blocking:
 
         ``keys`` are a chain from its beginning; those before ``skip`` the engine has, and they count as used. Waits at
         most ``seconds`` for the answer. Where something has to be read from an SSD, it waits ``read_seconds`` for that
-        and as long as before for the word on what has come by then.
+        and as long as before for the word on what has come by then. Raises ValueError for a negative ``skip``.
         """
+        if skip < 0:
+            raise ValueError(f"skip is {skip}; it is how many keys come before the first that is wanted, 0 or more")
         keys = keys[: wire.MAX_KEYS]
         packed, wanted = space.packed(keys), max(0, len(keys) - skip)
         with self._lock:
@@ -300,19 +303,22 @@ class Blocking:
     def restore(self, hit: Hit, buffers: Sequence[Buffer]) -> int:
         """Copy ``hit`` into ``buffers``, one for each of its objects; its lease ends then.
 
-        How many were copied: all, or none if the hit cannot be had any more. Waits for nothing but the copy. Raises
-        ValueError for buffers that do not fit; the hit may be restored then, or released.
+        How many were copied: all, or none if the hit cannot be had any more, or another thread restores it. Waits for
+        nothing but the copy. Raises ValueError for buffers that do not fit; the hit may be restored then, or released.
         """
         made = moves(buffers[: hit.count], hit.offsets, hit.space.size)
         question = hit.id
         if question is None or not made:
             return 0
         with self._lock:
+            if question in self._restoring:
+                return 0  # whoever restores it first ends its lease
             plan = self._begin(hit.space)
             if plan is None or not self._control.start(question):
                 self._end(plan)
                 self._void(question, hit.count)
                 return 0
+            self._restoring.add(question)
         copied = 0
         try:
             copy_out(plan.arena.address, made)
@@ -320,15 +326,17 @@ class Blocking:
         finally:
             with self._lock:
                 self._end(plan)
+                self._restoring.discard(question)
                 self._count("restored", copied)
                 self._void(question, hit.count - copied)
         return copied
 
     def release(self, hit: Hit) -> None:
-        """Give a hit up that is not to be restored."""
+        """Give a hit up that is not to be restored. While it is being restored nothing happens: its end does that."""
         if hit.id is not None:
             with self._lock:
-                self._control.release((hit.id,))
+                if hit.id not in self._restoring:
+                    self._control.release((hit.id,))
 
     def _void(self, question: QuestionId, count: int) -> None:
         self._control.release((question,))
@@ -433,7 +441,7 @@ class Blocking:
                 plan = self._begin(space, slots)
                 if plan is None:
                     self._control.give_back(space.number, slots)
-                return plan, "detached"
+                return plan, "detached" if plan is None else ""
             if (left := end - time.monotonic()) <= 0:
                 return None, "no_room"
             self._lock.wait(min(left, _LOOK_SECONDS))

@@ -79,8 +79,10 @@ class Copies:
         self._copier.unregister(arena)
 
     def ended(self, plan: int) -> bool:
+        if self._begun < plan:
+            return False  # and only then look at the copies: the engine's thread may begin some meanwhile
         copies = [*self.loads.values(), *self.publishes.values()]
-        return self._begun >= plan and all(job.ended for planned, job, _ in copies if planned <= plan)
+        return all(job.ended for planned, job, _ in copies if planned <= plan)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
