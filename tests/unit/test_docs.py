@@ -1,5 +1,6 @@
-"""The words that operations.md explains are those that are shown, and all of them; design.md's table is the code's."""
+"""What docs name is what there is: words that are shown, tables of states and threads, files and what is in them."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -83,6 +84,11 @@ def test_the_walk_through_a_new_engine_names_what_there_is() -> None:
     for kind, name in set(re.findall(r"`([A-Z]\w+)\.(\w+)`", text)):
         assert f"class {kind}" in known, kind
         assert re.search(rf"(def |self\.){name}\b", known), name
+    toys = ast.parse((root / "tests" / "testbed" / "toy" / "toy_engine.py").read_text())
+    made_of = [node for node in toys.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvhold")]
+    assert len(made_of) > 10
+    for name in [alias.name for node in made_of for alias in node.names]:
+        assert re.search(rf"\b{name}\b", text), f"{name} is used by the toy engines and is not explained"
 
 
 GLOSSARY = DOCS / "glossary.md"
@@ -131,3 +137,49 @@ def test_the_files_that_design_sends_a_reader_to_are_there() -> None:
         for file, names in re.findall(r"`([\w/]+\.py)`: ([^|]+)", row):
             for name in re.findall(r"`(\w+)`", names):
                 assert re.search(rf"\b{name}\b", (SOURCE / file).read_text()), (file, name)
+
+
+def test_the_threads_that_design_lists_are_those_that_there_are() -> None:
+    text = (DOCS / "design.md").read_text().partition("\n## Threads\n")[2].partition("\n## ")[0]
+    named = {name for path in SOURCE.rglob("*.py") for name in re.findall(r'name="(kvhold-[\w-]+)"', path.read_text())}
+    loops = re.findall(r"def (_\w+_loop)\(", (SOURCE / "tiers" / "ssd" / "executor.py").read_text())
+    assert len(named) >= 8
+    assert len(loops) == 4
+    assert set(re.findall(r"`(kvhold-[\w-]+)`", text)) == named | {f"kvhold-ssd{loop}" for loop in loops}
+
+
+def defined(path: Path) -> set[str]:
+    """What a module defines: its classes, functions and constants, and those of its classes by ``Class.name``."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        found |= _names(node)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for each in node.body for name in _names(each)}
+    return found
+
+
+def _names(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_what_answers_to_questions_send_a_reader_to_is_there() -> None:
+    """Each file, and in it what the answer names: a definition, or words of a document."""
+    text = (DOCS / "questions.md").read_text().partition("\n## How long")[0]
+    answers = text.split("\n**")[1:]
+    assert len(answers) >= 10
+    for answer in answers:
+        question, where = answer.partition("**")[0], answer.partition("\nWhere: ")[2]
+        places = re.findall(r"`([\w/.-]+\.(?:py|md))`\s\(([^)]+)\)", where)
+        assert len(places) == len(re.findall(r"`[\w/.-]+\.(?:py|md)`", where)) >= 2, question
+        for name, wanted in places:
+            found = [one for one in (SOURCE / name, DOCS.parent / name) if one.exists()]
+            assert found, (question, name)
+            path = found[0]
+            there = defined(path) if path.suffix == ".py" else path.read_text()
+            for each in re.findall(r"`([^`]+)`", wanted):
+                assert each in there, (question, name, each)
+    assert "(docs/questions.md)" in (DOCS.parent / "CONTRIBUTING.md").read_text()
+    assert "(questions.md)" in (DOCS / "design.md").read_text()

@@ -1,7 +1,8 @@
 """What an eviction policy is: it knows in which order objects are given up, and nothing else of them.
 
 ``eviction`` asks it which object goes and sees to it that there is room then. Policies are ``lru`` and ``twoq``; a new
-one is a class that keeps this contract, and a name in ``eviction.POLICIES``.
+one is a class that keeps this contract, and a name in ``eviction.POLICIES`` and in the engine's settings; "Eviction" in
+``docs/design.md`` says in which tests and rules of the audit it is named as well.
 """
 
 from bisect import bisect_left, bisect_right
