@@ -89,6 +89,12 @@ def test_the_walk_through_a_new_engine_names_what_there_is() -> None:
     assert len(made_of) > 10
     for name in [alias.name for node in made_of for alias in node.names]:
         assert re.search(rf"\b{name}\b", text), f"{name} is used by the toy engines and is not explained"
+    step = next(ast.unparse(node) for node in toys.body if isinstance(node, ast.ClassDef) and node.name == "StepEngine")
+    made = set(re.findall(r"\b(session|questions|batches|copies|control)\.(\w+)\(", step))
+    assert len(made) >= 15
+    assert not [call for call in made if ".".join(call) + "(" not in text], (
+        "calls of the toy engine that are not explained"
+    )
 
 
 GLOSSARY = DOCS / "glossary.md"
