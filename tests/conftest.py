@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 
 def pytest_report_header() -> str:
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from kvhold.core.rows import Rows
 
     Rows.strict = True
+    settings.register_profile("kvhold", deadline=None)  # a busy machine is no fault
+    settings.load_profile("kvhold")
     folder = tempfile.mkdtemp(prefix="kvhold-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["KVHOLD_RUNTIME_DIR"] = folder

@@ -260,7 +260,6 @@ def explore(
             max_examples=examples,
             stateful_step_count=steps,
             derandomize=True,
-            deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
         ),

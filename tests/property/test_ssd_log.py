@@ -160,7 +160,7 @@ def crash(model: Model, driver: Driver, chance: random.Random, *, power: bool) -
 
 
 def test_right_bytes_or_a_miss(quick: bool) -> None:
-    how = settings(max_examples=20 if quick else 80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    how = settings(max_examples=20 if quick else 80, suppress_health_check=[HealthCheck.too_slow])
     how(given(st.data())(lives_and_crashes))()
 
 
