@@ -135,10 +135,8 @@ KVConnectorFactory.register_connector("AdmissionFake", __name__, Fake.__name__)
 @pytest.fixture(scope="module", autouse=True)
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One configuration for all schedulers of this file, of which each takes a changed copy."""
-    Real.config = tiny_config(tmp_path_factory.mktemp("model"), LONG)
-    Real.config.kv_transfer_config = KVTransferConfig(
-        kv_connector="AdmissionFake", kv_role="kv_both", kv_load_failure_policy="recompute"
-    )
+    fake = KVTransferConfig(kv_connector="AdmissionFake", kv_role="kv_both", kv_load_failure_policy="recompute")
+    Real.config = tiny_config(tmp_path_factory.mktemp("model"), LONG, fake)
     with patch.object(kv_cache_utils, "NONE_HASH", b"none", create=True):
         yield
 

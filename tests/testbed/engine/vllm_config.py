@@ -4,11 +4,19 @@ import json
 from pathlib import Path
 from unittest.mock import patch
 
-from vllm.config import CacheConfig, DeviceConfig, LoadConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.model_executor.models import registry
 
 
-def tiny_config(folder: Path, max_len: int) -> VllmConfig:
+def tiny_config(folder: Path, max_len: int, connector: KVTransferConfig | None = None) -> VllmConfig:
     """One for all engines of a test, of which each takes a changed copy; ``folder`` gets what describes the model."""
     shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": max_len}
@@ -24,4 +32,5 @@ def tiny_config(folder: Path, max_len: int) -> VllmConfig:
             cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
             load_config=LoadConfig(load_format="dummy"),
+            kv_transfer_config=connector,
         )
