@@ -102,7 +102,8 @@ def test_ends_when_its_starter_died_before_it_looked(run: Path) -> None:
     script = (
         "import os, signal, socket, subprocess, sys\n"
         "ours, theirs = socket.socketpair()\n"
-        "command = [sys.executable, '-m', 'kvhold.manager', os.environ['AT'], '2097152', str(theirs.fileno()), '0']\n"
+        "command = [sys.executable, '-m', 'kvhold.manager', os.environ['AT'], '2097152', str(theirs.fileno())]\n"
+        "command += ['0', 'lru']\n"
         "subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2)\n"
         "theirs.close()\n"
         "child = os.fork()\n"

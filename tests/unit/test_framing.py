@@ -175,3 +175,12 @@ def test_garbage_is_no_message_or_one_of_ours(body: bytes) -> None:
             decoder.decode(body)
         except ValueError:
             pass
+
+
+def test_a_frame_for_which_there_is_no_memory_is_the_end_of_its_client_alone() -> None:
+    data = struct.pack("<I", framing._OWN + 1) + bytes(8)
+    reader = wire.FrameReader()
+    reader.add(data)
+    failing = mock.patch.object(framing.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory"))
+    with failing, pytest.raises(wire.ProtocolError, match="no memory for a frame of"):
+        reader.add(data)

@@ -62,7 +62,10 @@ def check_preamble(data: bytes) -> None:
 
 
 class FrameReader:
-    """Collects bytes, as they come, and gives the bodies of complete frames. Raises ProtocolError for one too long."""
+    """Collects bytes, as they come, and gives the bodies of complete frames.
+
+    Raises ProtocolError for a frame that is too long, or for which there is no memory.
+    """
 
     __slots__ = ("_buffer", "_filled", "_large", "_limit")
 
@@ -74,7 +77,11 @@ class FrameReader:
 
     def add(self, data: bytes | memoryview) -> None:
         if self._large is None and self._end() > max(_OWN, len(self._buffer)):
-            self._large, self._filled = mmap.mmap(-1, self._end()), len(self._buffer)
+            try:
+                self._large = mmap.mmap(-1, self._end())
+            except OSError as error:
+                raise ProtocolError(f"there is no memory for a frame of {self._end()} bytes: {error}") from error
+            self._filled = len(self._buffer)
             self._large[: self._filled] = self._buffer
             self._buffer.clear()
         if self._large is not None:
