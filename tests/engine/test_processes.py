@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from testbed.engine.bed import close, engine, generate, prompt, reference, running
 from testbed.engine.engine_process import EngineProcess, packed
-from testbed.engine.kvhold_bed import attached, connect, scheduler_side, serving, status, until, warm_up
+from testbed.engine.kvhold_bed import attached, connect, serving, status, until, warm_up
 from testbed.process.manager_process import Manager
 from vllm.config import KVTransferConfig
 
@@ -161,8 +161,8 @@ def test_found_by_its_bare_name(llama_dir: Path, manager: Manager) -> None:
 def test_same_engine_id_twice_is_refused_and_harmless(llama_dir: Path, manager: Manager) -> None:
     expected = [packed(output) for output in reference(llama_dir, PROMPTS[:1])]
     with serving(llama_dir, manager) as llm:
-        half = scheduler_side(llm)
-        name = half.hello().instance
+        [instance] = status(manager.socket)["instances"]
+        name = instance["instance"]
         from kvhold import protocol as wire
         from kvhold.client.channel import AttachError, Channel
 

@@ -209,7 +209,7 @@ def test_a_restore_must_fill_just_the_blocks_that_the_engine_gave(here: tuple[An
         [load] = connector.build_connector_meta(SchedulerOutput.make_empty()).loads
         assert load.request == request.request_id
         connector.request_finished_all_groups(request, (states, attention))
-        return {group: blocks for group, blocks, _ in load.parts}
+        return {group: blocks for group, blocks, _ in load.copies}
 
     try:
         state, table = [0, 0, 0, 0, 0, 5], [7, 8, 9, 10, 11, 12]

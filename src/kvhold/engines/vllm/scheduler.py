@@ -158,13 +158,17 @@ class SchedulerHalf:
 
     def took_output(self, output: "KVConnectorOutput") -> None:
         """Workers have ended restores and publishes."""
-        if self.restores.ended(output):
+        distrusted = True
+        try:
             # Another connector's, beside which this one runs; what was computed from them is worth nothing.
-            self._batches.distrust()
-        report, ranks = output.kv_connector_worker_meta, self._spaces.ranks
-        if isinstance(report, CopyReport) and ranks is not None:
-            self.resets.doubt.take_answers(report.loaded)
-            self._batches.ended(report, ranks.writes)
+            distrusted = bool(self.restores.ended(output))
+        finally:  # whatever becomes of restores, blocks that were copied are let go
+            if distrusted:
+                self._batches.distrust()
+            report, ranks = output.kv_connector_worker_meta, self._spaces.ranks
+            if isinstance(report, CopyReport) and ranks is not None:
+                self.resets.doubt.take_answers(report.loaded)
+                self._batches.ended(report, ranks.writes)
 
     def finished_tables(
         self, request: "Request", tables: Sequence[Sequence[int]], handed: Iterable[Handed] = ()
