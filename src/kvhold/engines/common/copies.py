@@ -106,36 +106,37 @@ class Copies:
         if self.mappings.has_old:
             self.attacher.wake()
 
-    # A copy that cannot be begun is a failed one, because somebody waits for its end.
-
     def _begin_load(self, plan: StepPlan, load: Load) -> Job:
         if not load.copies:
             return _failed("what was promised cannot be had any more")
-        try:
-            arena = self.mappings.arena(plan.incarnation)
-            if arena is None:
-                return _failed("its arena is gone")
-            if not self._bound:
-                return _failed("the engine has taken its KV cache away")
+
+        def begin(arena: ArenaMapping) -> Job:
             copies = [
                 (group, blocks, [offset + plan.starts[group][self._report.rank] for offset in offsets])
                 for group, blocks, offsets in load.copies
                 if self._report.shard_bytes[group]
             ]
             return self._copier.begin_restore(arena, copies)
-        except Exception as error:  # noqa: BLE001 - see above
-            return _failed(f"{type(error).__name__}: {error}")
+
+        return self._begin(plan, begin)
 
     def _begin_publish(self, plan: StepPlan, publish: Publish) -> Job:
+        def begin(arena: ArenaMapping) -> Job:
+            start = plan.starts[publish.group][self._report.rank]
+            offsets = [offset + start for offset in publish.offsets]
+            return self._copier.begin_publish(arena, publish.group, publish.blocks, offsets)
+
+        return self._begin(plan, begin)
+
+    def _begin(self, plan: StepPlan, begin: Callable[[ArenaMapping], Job]) -> Job:
+        """A copy that cannot be begun is a failed one, because somebody waits for its end."""
         try:
             arena = self.mappings.arena(plan.incarnation)
             if arena is None:
                 return _failed("its arena is gone")
             if not self._bound:
                 return _failed("the engine has taken its KV cache away")
-            start = plan.starts[publish.group][self._report.rank]
-            offsets = [offset + start for offset in publish.offsets]
-            return self._copier.begin_publish(arena, publish.group, publish.blocks, offsets)
+            return begin(arena)
         except Exception as error:  # noqa: BLE001 - see above
             return _failed(f"{type(error).__name__}: {error}")
 
