@@ -46,7 +46,8 @@ class StoreBacking:
         self.expected: set[int] = set()
         self.flushes: dict[int, int] = {}
         self.objects = 0
-        self._queued = self._begun = 0
+        self._queued = 0
+        self._begun = 1  # the mark of now lies above that of a past time also before the first write
         self._common = common
         self._catalogue = common.catalogue
 
