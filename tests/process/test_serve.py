@@ -418,3 +418,26 @@ def test_uptime_does_not_follow_the_clock(folder: Path, serve: Callable[..., Man
     back = "import time, itertools; n = itertools.count(); time.time = lambda: 2e9 - 1e6 * next(n)\n"
     manager = serve(program=("-c", back + "from kvhold.cli import main; main()"))
     assert 0 <= status(manager.socket)["uptime_seconds"] < 1e6
+
+
+def _niceness(pid: int) -> dict[str, int]:
+    """By thread of a process; its first thread is the loop."""
+    tasks = Path(f"/proc/{pid}/task")
+    stats = {task.name: (task / "stat").read_text().rpartition(")")[2].split() for task in tasks.iterdir()}
+    return {number: int(stat[16]) for number, stat in stats.items()}
+
+
+def _may_rise() -> bool:
+    raising = "import os; os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) - 1)"
+    return subprocess.run([sys.executable, "-c", raising], capture_output=True, check=False).returncode == 0
+
+
+def test_the_loop_runs_before_others_where_that_is_allowed(manager: Manager) -> None:
+    """Its other threads, which read disks, stay where they were."""
+    if _may_rise():
+        until(lambda: _niceness(manager.pid)[str(manager.pid)] == -10, "the loop to be preferred")
+    else:
+        until(lambda: "no leave to run at a higher priority (CAP_SYS_NICE)" in manager.log.read_text(), "its word")
+    niceness = _niceness(manager.pid)
+    niceness.pop(str(manager.pid))
+    assert set(niceness.values()) <= {os.getpriority(os.PRIO_PROCESS, 0)}

@@ -28,13 +28,15 @@ _LAUNCH = """
 import os, socket, sys
 waits, begins = os.pipe()
 if not os.fork():
+    os.setsid()
     with socket.socket(fileno=os.dup(int(sys.argv[1]))) as lifeline:
         socket.send_fds(lifeline, [str(os.getpid()).encode()], [os.pidfd_open(os.getpid())])
     os.execv(sys.argv[2], sys.argv[2:])
 os.close(begins)
 os.read(waits, 1)
 """
-"""Starts the rest of its arguments, which first hands over a hold on its process; and ends, so it is nobody's child."""
+"""Starts the rest of its arguments, which first hands over a hold on its process; and ends, so it is nobody's child.
+It leads a session, which the kernel gives a share of the cores of its own."""
 
 
 class _Manager:

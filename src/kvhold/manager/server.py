@@ -19,6 +19,7 @@ from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.poller import Poller
+from kvhold.manager.priority import prefer_this_thread
 from kvhold.manager.proof import UnknownPeer, peer_pidfd
 from kvhold.manager.report import report, tell_spaces
 from kvhold.manager.sessions import Sessions
@@ -127,6 +128,8 @@ class Server:
         populating = threading.Thread(target=self._populate, name="kvhold-populate", daemon=True)
         populating.start()
         self.stores.start()
+        if not prefer_this_thread():
+            log.info("no leave to run at a higher priority (CAP_SYS_NICE): on busy cores, answers may be late")
         try:
             while not self._stopping:
                 if self.config.starter_fd is not None and not self._starter and not self.sessions.engines:
