@@ -1,7 +1,7 @@
 """What is stored by name: namespaces and their groups, the keys of each, and which of them nobody has open."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -87,6 +87,21 @@ class Index:
 
     def get(self, key: bytes) -> int | None:
         return self.maps[key[-1] & self.mask].get(key)
+
+    def leading(self, keys: Sequence[bytes]) -> list[int]:
+        """The rows of the leading ones of ``keys`` that are there."""
+        maps, found = self.maps, list[int]()
+        try:  # nearly always it is all of them, which is fastest without a step that could end early
+            if self.mask:
+                return [maps[key[-1]][key] for key in keys]
+            known = maps[0]
+            return [known[key] for key in keys]
+        except KeyError:
+            for key in keys:
+                if (row := self.get(key)) is None:
+                    break
+                found.append(row)
+            return found
 
     def put(self, key: bytes, row: int) -> None:
         self.objects += 1

@@ -57,7 +57,7 @@ class Matching:
             if operation.ended:
                 break  # who ended it ends its leases
             batch = split(keys[start * width : (start + ev.MAX_BATCH) * width], width)
-            found = _leading(index, batch)
+            found = index.leading(batch)
             if len(found) < len(batch):
                 reason = Reason.NOT_STORED
                 self._missing(operation, batch[len(found)], start + len(found))
@@ -119,7 +119,7 @@ class Matching:
 
     def _match_batch(self, operation: Operation, part: Part, batch: Sequence[bytes], start: int) -> Reason:
         """Lease these keys, the first of which is at ``start`` of its part."""
-        found = _leading(part.index, batch)
+        found = part.index.leading(batch)
         held = len(found)
         if held == len(batch):
             held, reason = self._hold(operation, part, found)
@@ -224,7 +224,7 @@ class Matching:
             reason = short or reason
         self._budgets.charge(operation, cost)
         offset = self._catalogue.offset
-        operation.offsets.extend([offset[row] for row in rows])
+        operation.offsets.fromlist([offset[row] for row in rows])
         return len(rows), reason
 
     def _hold_cold(self, operation: Operation, rows: Sequence[int]) -> tuple[Sequence[int], Reason, int]:
@@ -295,17 +295,6 @@ class Matching:
 
     def _missing(self, operation: Operation, key: bytes, position: int) -> None:
         self._common.history.note(Kind.MISSING, fingerprint(key), operation.session, operation.id, position)
-
-
-def _leading(index: Index, keys: Sequence[bytes]) -> list[int]:
-    """The rows of the leading ones of ``keys`` that are there."""
-    maps, mask, found = index.maps, index.mask, list[int]()
-    try:
-        for key in keys:
-            found.append(maps[key[-1] & mask][key])
-    except KeyError:
-        pass
-    return found
 
 
 def _nonsense(attachment: Attachment, op: int, parts: Sequence[tuple[int, bytes]]) -> str:

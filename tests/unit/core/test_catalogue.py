@@ -6,7 +6,8 @@ from testbed.core.core_world import NAMESPACE, PAGE, SLOT, chain
 from kvhold.core.arena import Arena
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.eviction import Eviction
-from kvhold.core.indexes import Index
+from kvhold.core.indexes import Index, Namespace
+from kvhold.core.limits import Quota
 from kvhold.core.rows import State
 
 
@@ -62,6 +63,19 @@ class Shelf:
         for slot in slots:
             self.cat.free(slot)
         return gone
+
+
+@pytest.mark.parametrize("others", [0, 2000], ids=["a small index", "a large one"])
+def test_the_leading_keys_that_are_there_end_before_the_first_that_is_not(others: int) -> None:
+    index = Index(1, Namespace(NAMESPACE, Quota()), 0, 8, (SLOT,), SLOT)
+    for row, key in enumerate(chain(others, "b")):
+        index.put(key, row)
+    keys = chain(6)
+    for row, key in enumerate(keys):
+        if row != 4:
+            index.put(key, row)
+    assert index.leading(keys[:4]) == index.leading(keys) == [0, 1, 2, 3]
+    assert index.leading(keys[4:]) == []
 
 
 def test_the_end_of_a_chain_goes_before_its_head():
