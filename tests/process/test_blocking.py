@@ -2,11 +2,14 @@
 
 import contextlib
 import hashlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from testbed.process.manager_process import Manager, all_written
 from testbed.process.peers import populated, status, until
 
+from kvhold import protocol as wire
 from kvhold.client.attacher import Attacher
 from kvhold.client.control import Geometry
 from kvhold.core.limits import Limits
@@ -158,7 +162,82 @@ def nothing_held(face: Blocking, path: Path) -> None:
     until(lambda: len(face._mappings._sessions) <= 1, "old arenas are let go")
 
 
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"namespace": b"short"}, "a namespace of 5 bytes; it has 32"),
+        ({"key_bytes": 65}, "keys of 65 bytes; they have 1 to 64"),
+        ({"group": -1}, "group -1"),
+        ({"shards": (0,)}, "a shard of 0 bytes"),
+    ],
+)
+def test_a_space_that_no_manager_takes_is_refused_at_once(
+    full: Manager, attach: Attach, change: dict[str, Any], says: str
+) -> None:
+    """A session that opened it would be ended again and again."""
+    face, space = attach(full)
+    with pytest.raises(ValueError, match=says):
+        face.open(replace(space.geometry, **change), 8)
+    works(face, space, keys_of(1))
+
+
+def test_more_spaces_than_a_session_may_have_are_refused(full: Manager, attach: Attach) -> None:
+    face, space = attach(full)
+    others = [face.open(replace(space.geometry, group=group), 0) for group in range(1, wire.MAX_SPACES)]
+    with pytest.raises(ValueError, match=r"64 spaces are open already; close one of them first"):
+        face.open(replace(space.geometry, group=100), 0)
+    works(face, space, keys_of(1))
+    face.close_space(others[0])
+    face.open(replace(space.geometry, group=100), 0)
+    works(face, space, keys_of(2))
+
+
 # --- what is stored is found ----------------------------------------------------------------------------------------
+
+
+def test_more_keys_than_a_message_holds_are_cut(full: Manager, attach: Attach) -> None:
+    face, space = attach(full)
+    long = face.open(replace(space.geometry, key_bytes=64, group=1), 8)
+    keys = [number.to_bytes(64, "big") for number in range(wire.MAX_KEYS)]
+    assert publish(face, long, keys[:4]) == [True] * 4
+    assert len(face.look(long, keys, PATIENT)) == wire.most_keys(64)
+    hit = face.find(long, keys, PATIENT)
+    assert hit.count == 4
+    face.release(hit)
+    assert face.attached
+
+
+def test_what_the_socket_did_not_take_is_sent_once_the_manager_reads(full: Manager, attach: Attach) -> None:
+    """Nobody asks again: a question that was given up must not lease what nobody restores."""
+    face, space = attach(full)
+    keys = keys_of(*range(8))
+    works(face, space, keys)
+    os.kill(full.pid, signal.SIGSTOP)
+    try:
+        assert face.find(space, [*keys, *(number.to_bytes(32, "big") for number in range(60_000))], 0.05).count == 0
+        channel = face._scheduler.channel
+        assert channel is not None
+        assert not channel.drained
+    finally:
+        os.kill(full.pid, signal.SIGCONT)
+    until(lambda: channel.drained and not channel.lost, "the rest is sent")
+    nothing_held(face, full.socket)
+
+
+def test_objects_with_others_missing_between_them_are_leased_at_once(full: Manager, attach: Attach) -> None:
+    face, space = attach(full)
+    assert all(publish(face, space, keys_of(1, 2, 5)))
+    wanted = keys_of(0, 1, 3, 5, 2, 9)
+    hit, at = face.pick(space, wanted, PATIENT)
+    assert at == [1, 3, 4]
+    assert np.array_equal(restore(face, hit), values([wanted[position] for position in at]))
+    none, nowhere = face.pick(space, keys_of(7, 8), PATIENT)
+    assert (none.count, nowhere) == (0, [])
+    assert face.counts["asked"] == face.counts["found"] + face.counts["missed_not_stored"] == 8
+    nothing_held(face, full.socket)
 
 
 def test_what_one_engine_publishes_another_restores(full: Manager, attach: Attach) -> None:
@@ -173,6 +252,7 @@ def test_what_one_engine_publishes_another_restores(full: Manager, attach: Attac
     assert two.restore(hit, buffers(values(keys))) == 0, "its lease has ended"
     assert two.find(other, keys_of("another"), PATIENT).count == 0
     assert two.look(other, keys_of("another", 3), PATIENT) == b"\0\1"
+    assert two.counts.pop("looked_for") == two.counts.pop("seen") + two.counts.pop("unseen_not_stored")
     assert two.counts == {"asked": 17, "found": 15, "missed_not_stored": 2, "restored": 15, "void": 15}
     for face in (one, two):
         nothing_held(face, full.socket)

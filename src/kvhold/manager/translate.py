@@ -8,12 +8,9 @@ from msgspec.structs import astuple, replace
 from kvhold import protocol as wire
 from kvhold.core import events as ev
 
-MAX_KEY_BYTES = 64
 MAX_PARTS = 64
 MAX_LABEL = 128
 """Characters that are kept of what a namespace is called."""
-MAX_NUMBER = 1 << 32
-"""Groups and depths are below it: it is what a record on an SSD has room for."""
 
 MAY_SAY: dict[str, tuple[type, ...]] = {
     "": (wire.Hello,),
@@ -103,7 +100,7 @@ def _check(message: wire.ClientMessage) -> None:
     match message:
         case wire.Query(op, revision, _, skip, keys):
             _check_numbers(op, revision)
-            if not 0 <= skip <= ev.MAX_QUERY_KEYS or len(keys) > ev.MAX_QUERY_KEYS * MAX_KEY_BYTES:
+            if not 0 <= skip <= ev.MAX_QUERY_KEYS or len(keys) > ev.MAX_QUERY_KEYS * wire.MAX_KEY_BYTES:
                 raise wire.ProtocolError(f"query of {len(keys)} bytes from {skip}")
         case wire.Lookup(op, parts):
             _check_numbers(op)
@@ -113,30 +110,24 @@ def _check(message: wire.ClientMessage) -> None:
             _check_parts((*parts, *used))
         case wire.Cut(op, _, key, position):
             _check_numbers(op)
-            if not 0 < len(key) <= MAX_KEY_BYTES or not 0 <= position < MAX_NUMBER:
+            if not 0 < len(key) <= wire.MAX_KEY_BYTES or not 0 <= position < wire.MAX_NUMBER:
                 raise wire.ProtocolError(f"hit cut at block {position} by a key of {len(key)} bytes")
         case wire.AnswerNow(op, revision):
             _check_numbers(op, revision)
         case wire.Commit(_, parent, depth, keys, rows, epochs):
             _check_batch(rows, epochs)
-            if not 0 <= depth <= MAX_NUMBER - len(rows) // 4 or len(parent) > MAX_KEY_BYTES:
+            if not 0 <= depth <= wire.MAX_NUMBER - len(rows) // 4 or len(parent) > wire.MAX_KEY_BYTES:
                 raise wire.ProtocolError(f"commit at depth {depth} after a key of {len(parent)} bytes")
             if not rows or len(keys) % (len(rows) // 4):
                 raise wire.ProtocolError("commit whose keys do not fit its rows")
         case wire.Return(rows, epochs):
             _check_batch(rows, epochs)
         case wire.Open(_, namespace, group, key_bytes, shards, slots):
-            if (
-                len(namespace) != 32
-                or not 0 <= group < MAX_NUMBER
-                or not 0 < key_bytes <= MAX_KEY_BYTES
-                or slots < 0
-                or not all(0 < s < 1 << 40 and s % wire.SHARD_ALIGN == 0 for s in shards)
-            ):
-                raise wire.ProtocolError("space without a proper namespace, group, key length or shards")
+            if fault := wire.space_fault(namespace, group, key_bytes, shards, slots):
+                raise wire.ProtocolError(f"space with {fault}")
         case wire.List(namespace, group, cursor):
             _check_numbers(cursor)
-            if len(namespace) != 32 or not 0 <= group < MAX_NUMBER:
+            if len(namespace) != wire.NAMESPACE_BYTES or not 0 <= group < wire.MAX_NUMBER:
                 raise wire.ProtocolError("listing without a proper namespace or group")
 
 
@@ -157,5 +148,5 @@ def _check_numbers(*numbers: int) -> None:
 
 
 def _check_parts(parts: tuple[tuple[int, bytes], ...]) -> None:
-    if len(parts) > MAX_PARTS or sum(len(keys) for _, keys in parts) > ev.MAX_QUERY_KEYS * MAX_KEY_BYTES:
+    if len(parts) > MAX_PARTS or sum(len(keys) for _, keys in parts) > ev.MAX_QUERY_KEYS * wire.MAX_KEY_BYTES:
         raise wire.ProtocolError(f"a question of {len(parts)} parts or too many keys")

@@ -5,6 +5,14 @@ and that many bytes of MessagePack. KV bytes never travel here; a worker is hand
 its :class:`Welcome`. Anything outside of this ends the connection.
 """
 
+from kvhold.protocol.bounds import (
+    MAX_KEY_BYTES,
+    MAX_NUMBER,
+    MAX_SPACES,
+    NAMESPACE_BYTES,
+    most_keys,
+    space_fault,
+)
 from kvhold.protocol.framing import (
     MAX_FRAME,
     MAX_KEYS,
@@ -74,8 +82,12 @@ __all__ = [
     "FROM_MANAGER",
     "MAX_FRAME",
     "MAX_KEYS",
+    "MAX_KEY_BYTES",
+    "MAX_NUMBER",
     "MAX_OPS",
     "MAX_REPORT",
+    "MAX_SPACES",
+    "NAMESPACE_BYTES",
     "PREAMBLE",
     "RESTORE_WITHIN",
     "SHARD_ALIGN",
@@ -129,4 +141,6 @@ __all__ = [
     "Welcome",
     "check_preamble",
     "frame",
+    "most_keys",
+    "space_fault",
 ]

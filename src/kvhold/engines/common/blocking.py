@@ -49,6 +49,10 @@ class Space:
     geometry: Geometry
     slots: int
 
+    def some(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """As many of ``keys`` as one question may name."""
+        return keys[: wire.most_keys(self.geometry.key_bytes)]
+
     def packed(self, keys: Sequence[bytes]) -> bytes:
         """Raises ValueError for a key of another length."""
         packed = b"".join(keys)
@@ -101,7 +105,7 @@ class _Scheduler:
         self._face.told()
 
     def tick(self, channel: Channel) -> bool:
-        return False
+        return self._face.unsaid(channel)
 
 
 class Blocking:
@@ -111,8 +115,9 @@ class Blocking:
     the attacher of a half, which reads on its own thread. What has to be read from an SSD is waited for
     ``read_seconds`` long.
 
-    ``counts`` are objects: ``asked = found + missed_<reason>``, and of the found ones those ``restored``, and those
-    ``void`` because the lease was over; ``offered = present + published + unpublished_<reason>``.
+    ``counts`` are objects: ``looked_for = seen + unseen_<reason>``; ``asked = found + missed_<reason>``, and of the
+    found ones those ``restored``, and those ``void`` because the lease was over;
+    ``offered = present + published + unpublished_<reason>``.
     """
 
     def __init__(
@@ -144,6 +149,12 @@ class Blocking:
             self._take_up()
             self._lock.notify_all()
 
+    def unsaid(self, channel: Channel) -> bool:
+        """Send what the socket did not take before, whoever asks next; whether there is more of it."""
+        with self._lock:
+            channel.flush()
+            return not channel.drained and not channel.lost
+
     def parted(self) -> int:
         """The number of the last plan that may have been made in a session that is over."""
         with self._lock:
@@ -164,10 +175,18 @@ class Blocking:
     # --- spaces -------------------------------------------------------------------------------------------------
 
     def open(self, geometry: Geometry, slots: int) -> Space:
-        """Speak of ``geometry``, which has one shard, from now on; up to ``slots`` objects are published at a time."""
+        """Speak of ``geometry``, which has one shard, from now on; up to ``slots`` objects are published at a time.
+
+        Raises ValueError for what no manager takes, and for one space more than a session may have.
+        """
         (size,) = geometry.shards
         geometry = replace(geometry, shards=(padded(size),))
+        fault = wire.space_fault(geometry.namespace, geometry.group, geometry.key_bytes, geometry.shards, slots)
+        if fault:
+            raise ValueError(f"a space cannot have {fault}")
         with self._lock:
+            if len(self._spaces) >= wire.MAX_SPACES:
+                raise ValueError(f"{len(self._spaces)} spaces are open already; close one of them first")
             space = self._spaces[self._next_space] = Space(self._next_space, size, geometry, slots)
             self._next_space += 1
             if self._attachment and self._attachment == self._control.attachment:
@@ -232,6 +251,11 @@ class Blocking:
             for space in self._spaces.values():
                 control.open(space.number, space.geometry, space.slots)
 
+    def _nudge(self) -> None:
+        """Have the attacher's thread send what the socket did not take: perhaps nobody asks again for long."""
+        if (channel := self._scheduler.channel) is not None and not channel.drained:
+            self._scheduler.wake()
+
     def _hindrance(self, space: Space) -> str:
         """Why nothing can be asked now; empty if it can."""
         if self._closed or space.number not in self._spaces:
@@ -250,6 +274,7 @@ class Blocking:
             left = control.left(question, seconds)
             if self._closed or space.number not in self._spaces or left <= 0:
                 control.release((question,))
+                self._nudge()
                 break
             self._lock.wait(min(left, _LOOK_SECONDS))
         return found
@@ -261,15 +286,54 @@ class Blocking:
 
         Waits at most ``seconds``; what is not known by then is nowhere.
         """
-        keys = keys[: wire.MAX_KEYS]
+        keys = space.some(keys)
         packed = space.packed(keys)
         with self._lock:
-            if self._hindrance(space):
-                return bytes(len(keys))
-            question = self._control.look(((space.number, packed),))
-            tiers = self._await(space, question, seconds, self._control.residency)
-            self._control.release((question,))
-        return tiers[0] if tiers is not None and len(tiers[0]) == len(keys) else bytes(len(keys))
+            question, tiers, reason = self._look(space, packed, seconds)
+            if question is not None:
+                self._control.release((question,))
+            there = len(tiers) - tiers.count(0)
+            self._count("looked_for", len(tiers))
+            self._count("seen", there)
+            self._count(f"unseen_{reason or 'not_stored'}", len(tiers) - there)
+        return tiers
+
+    def _look(self, space: Space, packed: bytes, seconds: float) -> tuple[QuestionId | None, bytes, str]:
+        """The question, if it was answered; of each key its tier; and why nothing is known of them if so."""
+        nowhere = bytes(len(packed) // space.geometry.key_bytes)
+        if reason := self._hindrance(space):
+            return None, nowhere, reason
+        question = self._control.look(((space.number, packed),))
+        tiers = self._await(space, question, seconds, self._control.residency)
+        if tiers is None:
+            return None, nowhere, self._hindrance(space) or "deadline"
+        # Of a space that could not be opened nothing is known.
+        return question, tiers[0] or nowhere, ""
+
+    def pick(self, space: Space, keys: Sequence[bytes], seconds: float) -> tuple[Hit, list[int]]:
+        """Lease those of ``keys`` that are there, whatever is missing between them; and their positions in ``keys``.
+
+        For objects of which each is of use by itself. It waits as :meth:`find` does.
+        """
+        keys = space.some(keys)
+        packed, size, end = space.packed(keys), space.geometry.key_bytes, time.monotonic() + seconds
+        with self._lock:
+            question, tiers, reason = self._look(space, packed, seconds)
+            at = [position for position, tier in enumerate(tiers) if tier]
+            hit = Hit(space, 0, reason or "not_stored")
+            if question is not None and at:
+                wanted = b"".join(packed[position * size : (position + 1) * size] for position in at)
+                question = self._control.prepare(question, ((space.number, wanted),), ())
+                hit = self._leased(space, question, max(0.0, end - time.monotonic()))
+                if hit.count < len(at):
+                    self._control.release((question,))
+                    hit, at = Hit(space, 0, hit.reason or "not_stored"), []
+            elif question is not None:
+                self._control.release((question,))
+            self._count("asked", len(keys))
+            self._count("found", hit.count)
+            self._count(f"missed_{reason or (hit.reason if not at else 'not_stored')}", len(keys) - hit.count)
+            return hit, at
 
     def find(self, space: Space, keys: Sequence[bytes], seconds: float, skip: int = 0) -> Hit:
         """Lease as many of ``keys`` as there are, from ``skip`` on up to the first that is missing.
@@ -280,7 +344,7 @@ class Blocking:
         """
         if skip < 0:
             raise ValueError(f"skip is {skip}; it is how many keys come before the first that is wanted, 0 or more")
-        keys = keys[: wire.MAX_KEYS]
+        keys = space.some(keys)
         packed, wanted = space.packed(keys), max(0, len(keys) - skip)
         with self._lock:
             hit = self._find(space, packed, skip, seconds) if wanted else Hit(space, 0, "")
@@ -292,7 +356,10 @@ class Blocking:
     def _find(self, space: Space, packed: bytes, skip: int, seconds: float) -> Hit:
         if reason := self._hindrance(space):
             return Hit(space, 0, reason)
-        question = self._control.ask(space.number, skip, packed)
+        return self._leased(space, self._control.ask(space.number, skip, packed), seconds)
+
+    def _leased(self, space: Space, question: QuestionId, seconds: float) -> Hit:
+        """What the answer to ``question`` leases."""
         answer = self._await(space, question, seconds, self._control.answer)
         if answer is None:
             return Hit(space, 0, self._hindrance(space) or "deadline")
@@ -337,9 +404,11 @@ class Blocking:
             with self._lock:
                 if hit.id not in self._restoring:
                     self._control.release((hit.id,))
+                    self._nudge()
 
     def _void(self, question: QuestionId, count: int) -> None:
         self._control.release((question,))
+        self._nudge()
         self._count("void", count)
 
     def _count(self, name: str, objects: int) -> None:
@@ -367,7 +436,10 @@ class Blocking:
     def publish(
         self, space: Space, keys: Sequence[bytes], buffers: Sequence[Buffer], seconds: float, skip: int = 0
     ) -> list[bool]:
-        """Store ``keys`` from ``skip`` on, whose objects are in ``buffers``: of each, whether it is stored.
+        """Store ``keys`` from ``skip`` on, whose objects are in ``buffers``: of each, whether the manager has it.
+
+        Of what was copied that means that it was handed over; a manager that ends at once, or has no room for one
+        more object, may yet drop it.
 
         ``keys`` are a chain from its beginning, as in :meth:`find`. What is there already is not copied; it counts as
         used, and so does what comes before it. Waits at most ``seconds`` for what is there and for room, beside the
@@ -375,7 +447,7 @@ class Blocking:
         """
         end = time.monotonic() + seconds
         stored = [False] * len(buffers)
-        keys = keys[: wire.MAX_KEYS]
+        keys = space.some(keys)
         packed, offered = space.packed(keys), len(keys) - skip
         if offered > len(buffers) or skip < 0:
             raise ValueError(f"{len(buffers)} buffers for {offered} keys")
@@ -419,11 +491,9 @@ class Blocking:
             return 0, nowhere, reason
         control = self._control
         attachment, before = control.attachment, 1 if skip else 0
-        question = control.look(((space.number, packed[(skip - before) * size :]),))
-        tiers = self._await(space, question, seconds, control.residency)
-        if tiers is None or control.attachment != attachment:
-            return 0, nowhere, self._hindrance(space) or "deadline"
-        there = tiers[0] or bytes(before) + nowhere  # of a space that could not be opened nothing is known
+        question, there, reason = self._look(space, packed[(skip - before) * size :], seconds)
+        if question is None or control.attachment != attachment:
+            return 0, nowhere, reason or "detached"
         control.use(question, ((space.number, packed),) if any(there) else ())
         if before and not there[0] and space.geometry.chain:
             return 0, nowhere, "unreachable"
@@ -456,6 +526,7 @@ class Blocking:
             self._control.give_back(space.number, plan.slots)
             return False
         self._control.commit(space.number, b"", 0, keys, plan.slots, space.geometry.shards, copied)
+        self._nudge()
         return True
 
 
