@@ -12,6 +12,9 @@ TESTS = ROOT / "tests"
 APART = "vllm_suite"
 """A plugin and a script for vLLM's own tests, which run where those lie."""
 
+NAMESAKE = "sglang"
+"""A folder named like a package that its tests import: as a package of its own it would be found in place of that."""
+
 
 def modules(tests: Path) -> list[Path]:
     return [path for path in sorted(tests.rglob("*.py")) if path.relative_to(tests).parts[0] != APART]
@@ -36,7 +39,11 @@ def wrong(tests: Path) -> list[str]:
         test = path.name.startswith("test_")
         if not test and path.stem not in ("conftest", "__init__") and where.parts[0] != "testbed":
             found.append(f"{where} is no test: it belongs into testbed/{where.parts[0]}")
-        if test and not (path.parent / "__init__.py").exists():
+        package = (path.parent / "__init__.py").exists()
+        if where.parts[0] == NAMESAKE:
+            if package:
+                found.append(f"{where.parent} has an __init__.py: nobody could import the real {NAMESAKE}")
+        elif test and not package:
             found.append(f"{where.parent} has no __init__.py: another file could not be called {path.name}")
         for name in imported(path):
             if name.startswith("."):
@@ -68,6 +75,7 @@ def test_nothing_of_the_tests_is_installed() -> None:
         ),
         ("engine/two.py", "", ["engine/two.py is no test: it belongs into testbed/engine"]),
         ("bare/test_b.py", "", ["bare has no __init__.py: another file could not be called test_b.py"]),
+        ("sglang/test_b.py", "import sglang\n", []),
     ],
 )
 def test_what_breaks_the_rule_is_told(tmp_path: Path, file: str, text: str, why: list[str]) -> None:

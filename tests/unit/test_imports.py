@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "copy": {"copy", "client.arena"},
     "engines.common": {"engines.common", "client", "protocol", "copy", "units", "host", "folders", "threads"},
     "engines.vllm": {"engines.vllm", "engines.common", "client", "protocol", "copy", "threads"},
+    "engines.sglang": {"engines.sglang", "engines.common", "client", "protocol", "copy", "threads"},
     "units": set(),
     "host": {"units", "cgroups"},
     "cgroups": set(),
@@ -28,7 +29,7 @@ MAY_IMPORT = {
 }
 """By the folder that a module is in; the commands and kvhold itself may import anything."""
 
-HEAVY = ("torch", "vllm", "numpy", "transformers")
+HEAVY = ("torch", "vllm", "sglang", "numpy", "transformers")
 
 
 def modules() -> list[tuple[str, Path]]:

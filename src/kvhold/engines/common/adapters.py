@@ -226,7 +226,7 @@ class Adapters:
                 stamp = _stamp(Path(known.path))
                 known.changed = known.changed or (bool(known.stamp) and stamp != known.stamp)
                 if stamp != known.stamp or known.digest is None:
-                    digest = _content(Path(known.path))
+                    digest = adapter_digest(Path(known.path))
                     again = _stamp(Path(known.path))
                     known.stamp, known.digest = again, digest if again == stamp else None
             except Exception as error:  # noqa: BLE001 - whatever is the matter with the files, they are unknown
@@ -238,7 +238,7 @@ class Adapters:
             self._looked.set()
 
 
-def _content(folder: Path) -> bytes | None:
+def adapter_digest(folder: Path) -> bytes | None:
     """A digest of the adapter in ``folder``, independent of where that lies; None if there is none."""
     weights = weights_digest(folder)
     return hashlib.sha256(weights + (folder / _CONFIG).read_bytes()).digest() if weights is not None else None

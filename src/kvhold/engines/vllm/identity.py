@@ -1,7 +1,6 @@
 """What must be equal for two engines to share an object: everything that gives its bytes their meaning."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,10 @@ from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
 from kvhold.copy.layout import PagedLayout
+from kvhold.copy.processor import cpu_kernels
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.identity import LAYOUT_VERSION, PRIVATE, named_weights, weights_in
+from kvhold.engines.common.models import model_folder, plain_config, positions
 from kvhold.engines.common.weights import processor_digest
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 log = init_logger(__name__)
 
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-_FIXED_POSITIONS = {"default", "linear", "llama3", "yarn", "mrope"}
-"""Rope types that depend on the model's configuration alone."""
 _OF_MEDIA = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -60,13 +58,13 @@ def describe(
         "kvhold_layout": LAYOUT_VERSION,
         "engine": f"vllm {vllm_version}",
         "weights": weights_identity(model, config.load_config.load_format, weights_id),
-        "model_config": _model_config(model),
+        "model_config": plain_config(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
         "quantization": [repr(model.quantization), repr(model.quantization_config)],
         "hf_overrides": repr(model.hf_overrides),
         "implementation": [repr(model.model_impl), repr(model.model_class_overrides), repr(model.code_revision)],
         "processor": _processor(config),
-        "positions": _positions(model),
+        "positions": positions(model.hf_text_config.to_dict(), model.max_model_len),
         "drafter": _drafter(config, weights_id),
         "kv_layout": repr(cache.kv_cache_layout),
         "kv_dtype": _kv_dtypes(config),
@@ -80,7 +78,7 @@ def describe(
             repr(getattr(parallel, "cp_kv_cache_interleave_size", None)),
             list(shards),
         ],
-        "device": [torch.device(layouts[0].device).type, _machine(layouts[0])],
+        "device": [torch.device(layouts[0].device).type, cpu_kernels() if layouts[0].device == "cpu" else ""],
     }
     stage = {
         "groups": [
@@ -127,7 +125,7 @@ def _drafter(config: "VllmConfig", weights_id: str | None) -> list[str]:
     model = speculative.draft_model_config
     if model is None:
         return [str(speculative.method)]
-    described = json.dumps(_model_config(model), sort_keys=True)
+    described = json.dumps(plain_config(model.hf_config.to_dict()), sort_keys=True)
     return [str(speculative.method), weights_identity(model, config.load_config.load_format, weights_id), described]
 
 
@@ -160,31 +158,7 @@ def weights_identity(model: "ModelConfig", load_format: object, named: str | Non
 
 def _folder(model: "ModelConfig") -> Path | None:
     """Where a model's files are."""
-    return Path(model.model) if Path(model.model).is_dir() else _snapshot(model)
-
-
-def _snapshot(model: "ModelConfig") -> Path | None:
-    """The folder of a hub model's files, where they are cached."""
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except Exception:  # noqa: BLE001 - whatever the hub library says, the answer is that we do not know
-        return None
-
-
-def _model_config(model: "ModelConfig") -> dict[str, Any]:
-    known = model.hf_config.to_dict()
-    return json.loads(json.dumps({k: v for k, v in known.items() if k not in _NOT_OF_THE_MODEL}, default=repr))
-
-
-def _positions(model: "ModelConfig") -> str:
-    """The context length, where the engine derives position encodings from it; "" where it does not."""
-    text = model.hf_text_config.to_dict()
-    scalings = [text.get("rope_parameters") or {}, text.get("rope_scaling") or {}]
-    scalings += [inner for scaling in scalings for inner in scaling.values() if isinstance(inner, dict)]
-    kinds = {scaling.get("rope_type", scaling.get("type", "default")) for scaling in scalings}
-    return "" if kinds <= _FIXED_POSITIONS else str(model.max_model_len)
+    return model_folder(model.model, model.revision)
 
 
 def _layer(layer: Any) -> list[str]:
@@ -205,10 +179,3 @@ def _kv_dtypes(config: "VllmConfig") -> list[str]:
         handler = cache_module.get_kv_cache_dtype_handler(name)
     kind = f"{type(handler).__module__}.{type(handler).__qualname__}" if handler is not None else ""
     return [name, kind, str(getattr(config.attention_config, "indexer_kv_dtype", ""))]
-
-
-def _machine(layout: PagedLayout) -> str:
-    """What decides how a CPU backend packs its pages; a GPU's kernel is named by its backend."""
-    if layout.device != "cpu":
-        return ""
-    return f"{os.uname().machine} {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"

@@ -1,0 +1,193 @@
+"""What tells SGLang engines apart, as far as SGLang itself is not needed."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvhold.engines.common.identity import PRIVATE
+from kvhold.engines.sglang.identity import Identity, adapter_identity, describe_pool, label, plain, weights_identity
+from kvhold.engines.sglang.options import CHANGES, HARMLESS, OWN, REFUSED
+from kvhold.engines.sglang.refusals import check, check_layout, check_version, refuse_pool
+
+
+def config(**given: Any) -> Any:
+    known = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "model_name": "llama",
+        "tp_lcm_size": None,
+        "should_split_heads": False,
+        "dcp_size": 1,
+        "extra_config": {"interface_v1": 1},
+    }
+    return SimpleNamespace(**known | given)
+
+
+OPTIONS = {
+    "hicache_mem_layout": "page_first_direct",
+    "disaggregation_mode": "null",
+    "tp_size": 1,
+    "pp_size": 1,
+    "nnodes": 1,
+}
+
+
+def test_no_argument_is_in_two_tables() -> None:
+    tables = (CHANGES, OWN, REFUSED, HARMLESS)
+    assert len(frozenset[str]().union(*tables)) == sum(map(len, tables))
+
+
+def test_a_namespace_is_of_a_pool_an_epoch_and_a_salt() -> None:
+    one = Identity(b"d" * 32, False, "m", "", {})
+    names = {
+        one.namespace("kv", "a"),
+        one.namespace("mamba", "a"),
+        one.namespace("kv", "b"),
+        one.namespace("kv", "a", b"salt"),
+        Identity(b"d" * 32, False, "m", "2", {}).namespace("kv", "a"),
+        Identity(b"e" * 32, False, "m", "", {}).namespace("kv", "a"),
+    }
+    assert len(names) == 6
+    assert one.namespace("kv", "a") == Identity(b"d" * 32, False, "another label", "", {}).namespace("kv", "a")
+
+
+def test_a_label_names_the_ranks_that_there_are() -> None:
+    assert label(config()) == "llama"
+    assert label(config(tp_size=2, tp_rank=1, pp_size=4, pp_rank=3)) == "llama tp 1/2 pp 3/4"
+    assert label(config(model_name=None, attn_cp_size=2)) == "unnamed cp 0/2"
+
+
+def test_what_an_argument_names_counts_by_its_content(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text('{"k": 1.0}')
+    before = plain(str(scales))
+    assert plain([str(scales)]) == [before] != [str(scales)]
+    moved = scales.rename(tmp_path / "moved.json")
+    assert plain(str(moved)) == before
+    moved.write_text('{"k": 0.5}')
+    assert plain(str(moved)) != before
+    assert plain("fa3") == "fa3"
+    assert plain({"b": 1, "a": {"z", "y"}}) == plain({"a": {"y", "z"}, "b": 1})
+    assert plain(str(tmp_path)) == PRIVATE, "nothing says what is in such a folder"
+
+
+def test_an_adapters_other_files_are_another_adapter(tmp_path: Path) -> None:
+    assert adapter_identity(str(tmp_path)) == PRIVATE
+    (tmp_path / "adapter_config.json").write_text("{}")
+    weights = tmp_path / "adapter_model.bin"
+    weights.write_bytes(b"a" * 64)
+    first = adapter_identity(str(tmp_path))
+    os.utime(weights, (1, 1))
+    assert len({PRIVATE, first, adapter_identity(str(tmp_path))}) == 3
+
+
+def test_weights_that_are_not_the_folders_are_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a" * 64)
+    known = weights_identity(str(tmp_path), None, "auto", None)
+    assert known != PRIVATE
+    for load_format in ("remote", "remote_instance", "sharded_state", "private", "a_plugins_own"):
+        assert weights_identity(str(tmp_path), None, load_format, None) == PRIVATE
+    assert weights_identity(str(tmp_path / "none"), None, "auto", None) == PRIVATE
+    named = weights_identity("s3://bucket/m", None, "remote", "llama@1")
+    assert named == weights_identity(str(tmp_path), None, "auto", "llama@1") != known
+
+
+def pool(**given: Any) -> Any:
+    device = SimpleNamespace(dtype="torch.float8_e4m3fn", store_dtype="torch.uint8")
+    known = {"layout": "page_first", "page_size": 16, "dtype": "torch.uint8", "start_layer": 0, "device_pool": device}
+    return SimpleNamespace(**known | given)
+
+
+def test_pools_of_another_form_are_told_apart() -> None:
+    other = SimpleNamespace(dtype="torch.float8_e5m2", store_dtype="torch.uint8")
+    told = [
+        pool(),
+        pool(layout="layer_first"),
+        pool(page_size=32),
+        pool(start_layer=16),
+        pool(device_pool=other),
+        pool(head_num=4),
+        pool(storage_format_tag="v2"),
+    ]
+    assert len({describe_pool(each) for each in told}) == len(told)
+    assert describe_pool(pool(size=1)) == describe_pool(pool(size=2)), "how many pages there are makes no difference"
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "names", "remedy"),
+    [
+        ({"extra_config": {}}, {}, "interface_v1", '"interface_v1": 1'),
+        ({"extra_config": None}, {}, "interface_v1", '"interface_v1": 1'),
+        ({"extra_config": {"interface_v1": 0}}, {}, "interface_v1", '"interface_v1": 1'),
+        ({}, {"hicache_mem_layout": "page_head"}, "'page_head'", "page_first_direct"),
+        ({}, {"hicache_mem_layout": "page_first_kv_split"}, "'page_first_kv_split'", "page_first_direct"),
+        ({}, {"hicache_mem_layout": "page_unified"}, "'page_unified'", "page_first_direct"),
+        ({"tp_lcm_size": 8, "should_split_heads": True}, {}, "'tp_lcm_size' has the value 8", "remove it"),
+        ({"dcp_size": 2, "is_mla_model": True}, {}, "--dcp-size has the value 2", "Give 1"),
+        ({}, {"disaggregation_mode": "prefill"}, "'prefill'", "Give 'null'"),
+        ({}, {"disaggregation_mode": "decode"}, "'decode'", "Give 'null'"),
+        (
+            {"is_mla_model": True, "tp_size": 16},
+            {"tp_size": 16, "nnodes": 2},
+            "--nnodes has the value 2",
+            "--pp-size 2",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    given: dict[str, Any], options: dict[str, Any], names: str, remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^kvhold: ") as refused:
+        check(config(**given), OPTIONS | options)
+    assert names in str(refused.value)
+    assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, {}),
+        ({}, {"hicache_mem_layout": "layer_first"}),
+        ({"tp_size": 16}, {"tp_size": 16, "nnodes": 2}),  # each host's ranks have heads of their own
+        ({"is_mla_model": True, "tp_size": 8}, {"tp_size": 8, "nnodes": 1}),
+        ({"is_mla_model": True, "tp_size": 8}, {"tp_size": 8, "pp_size": 2, "nnodes": 2}),
+        ({"is_mla_model": True, "tp_size": 8}, {"tp_size": 16, "nnodes": 2}),  # attention of each host for itself
+    ],
+)
+def test_what_can_be_served_is_not_refused(given: dict[str, Any], options: dict[str, Any]) -> None:
+    check(config(**given), OPTIONS | options)
+
+
+def test_other_versions_are_refused() -> None:
+    check_version("0.5.23")
+    check_version("0.5.23.post1")
+    for version in ("0.5.22", "0.5.24", "0.5.230", "0.6.0"):
+        with pytest.raises(ValueError, match=f"SGLang {version} is not supported; install sglang 0.5.23"):
+            check_version(version)
+
+
+def test_layouts_of_pools_are_looked_at_themselves() -> None:
+    for layout in ("layer_first", "page_first", "page_first_direct"):
+        check_layout(layout)
+    with pytest.raises(ValueError, match="'page_unified'"):
+        refuse_pool(pool(layout="page_unified"), "kv")
+
+
+def test_a_pool_without_addresses_is_refused() -> None:
+    def fails(indices: object) -> None:
+        raise NotImplementedError
+
+    for each in (pool(), pool(get_page_buffer_meta=fails), pool(get_page_buffer_meta=lambda indices: ([], []))):
+        with pytest.raises(ValueError, match=r"'mamba'.*does not say where its pages are"):
+            refuse_pool(each, "mamba")
+    with pytest.raises(ValueError, match="--enable-unified-memory"):
+        refuse_pool(pool(stores_page_envelope=True), "kv")
+    refuse_pool(pool(get_page_buffer_meta=lambda indices: ([64], [512])), "kv")
