@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from testbed.core.moves import recorded
 from testbed.exhaustive.search import search
 from testbed.exhaustive.small_world import A0, A1, B0, LIMITS, Setting, SmallWorld
 
@@ -11,9 +12,10 @@ import kvhold.core.catalogue
 import kvhold.core.events
 import kvhold.core.lru
 import kvhold.core.placement
+from kvhold.core.rows import NAMES, STATES
 
 SECONDS = float(os.environ.get("KVHOLD_SEARCH_SECONDS", "1.2"))
-"""For each search, of which there are sixteen; the least depth is searched however long it takes."""
+"""For each search, of which there are two of each world; the least depth is searched however long it takes."""
 
 GENEROUS = replace(LIMITS, prepared_share=1.0, engine_share=1.0)
 
@@ -22,6 +24,8 @@ SETTINGS = {
     for setting in (
         # Two engines publish and read through three slots: each has one granted, one is left.
         Setting("memory", pages=1, page=3, wants=(1, 0), stored=(A0,)),
+        # The same, where what was used once goes first.
+        Setting("used once", pages=1, page=3, wants=(1, 0), stored=(A0,), policy="2q"),
         # Objects of two sizes in two pages; the second space is opened and closed as it goes.
         Setting("sizes", pages=2, page=2, wants=(1, None), sizes=(1, 2), stored=(A0,)),
         # Nobody publishes: everything is in the log and comes through two slots.
@@ -70,6 +74,14 @@ def test_nothing_breaks_in_a_small_world(
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_breaks_for_long(name: str, events: int, least_depth: int, capsys: pytest.CaptureFixture[str]):
     explore(name, events, 45 * SECONDS, least_depth, capsys)
+
+
+def test_every_move_in_the_table_of_states_is_made_and_no_other(monkeypatch: pytest.MonkeyPatch):
+    moves = recorded(monkeypatch)
+    for name in ("memory", "log", "writes"):
+        search(SETTINGS[name], events=1, seconds=0, least_depth=2)
+    table = {(former, state) for former, facts in STATES.items() for state in facts.becomes}
+    assert {(NAMES[a], NAMES[b]) for a, b in moves} == {(NAMES[a], NAMES[b]) for a, b in table}
 
 
 def test_a_state_is_the_same_whichever_engine_does_it():

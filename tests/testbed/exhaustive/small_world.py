@@ -18,6 +18,7 @@ from kvhold.core import Core
 from kvhold.core import events as ev
 from kvhold.core.backing import Io
 from kvhold.core.events import Effect, Gone, Role
+from kvhold.core.eviction import POLICIES
 from kvhold.core.history import History
 from kvhold.core.limits import Limits
 from kvhold.core.log import events as lev
@@ -61,6 +62,8 @@ class Setting:
     deaths: bool = True
     private: bool = False
     """Each engine has a namespace of its own, which nobody else comes to know: 0 has A, 1 has B."""
+    policy: str = "lru"
+    """A name of :data:`kvhold.core.eviction.POLICIES`."""
     limits: Limits = field(default_factory=lambda: LIMITS)
 
     def opens(self, engine: int) -> list[int]:
@@ -123,7 +126,8 @@ class SmallWorld:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.now = 1
-        self.core = Core(setting.page * UNIT, setting.pages * setting.page * UNIT, setting.limits)
+        total = setting.pages * setting.page * UNIT
+        self.core = Core(setting.page * UNIT, total, setting.limits, POLICIES[setting.policy])
         self.core.common.history = self.core.catalogue.history = History(1)  # it decides nothing, and is large to copy
         self.content: dict[int, Name] = {}
         self.disk = FakeDisk(self.content)
@@ -895,7 +899,8 @@ class Canon:
         lists.sort(key=lambda entry: entry[0])
         listed = [(owner, row) for owner, lst in lists for row in catalogue.recency.rows_of(lst)]
         ranks = {stamp: rank for rank, stamp in enumerate(sorted({catalogue.stamp[row] for _, row in listed}))}
-        return [(owner, self.name(row), ranks[catalogue.stamp[row]]) for owner, row in listed]
+        kept = getattr(catalogue.recency, "_kept", {})  # 2Q: which of the two queues of a list a row is in
+        return [(owner, self.name(row), ranks[catalogue.stamp[row]], kept[row] if kept else 0) for owner, row in listed]
 
     def operation(self, op: Operation) -> tuple[Any, ...]:
         return (self.attachments.get(op.attachment.id), op.revision, op.phase)
