@@ -147,11 +147,15 @@ def test_the_files_that_design_sends_a_reader_to_are_there() -> None:
 
 def test_the_threads_that_design_lists_are_those_that_there_are() -> None:
     text = (DOCS / "design.md").read_text().partition("\n## Threads\n")[2].partition("\n## ")[0]
-    named = {name for path in SOURCE.rglob("*.py") for name in re.findall(r'name="(kvhold-[\w-]+)"', path.read_text())}
-    loops = re.findall(r"def (_\w+_loop)\(", (SOURCE / "tiers" / "ssd" / "executor.py").read_text())
-    assert len(named) >= 8
-    assert len(loops) == 4
-    assert set(re.findall(r"`(kvhold-[\w-]+)`", text)) == named | {f"kvhold-ssd{loop}" for loop in loops}
+    named = {
+        ast.literal_eval(given["name"])
+        for path in SOURCE.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and "daemon" in (given := {each.arg: each.value for each in call.keywords})
+    }
+    assert len(named) >= 12
+    assert all(re.fullmatch(r"kvhold(-[a-z]+)+", name) for name in named), named
+    assert set(re.findall(r"`(kvhold-[\w-]+)`", text)) == named
 
 
 def defined(path: Path) -> set[str]:

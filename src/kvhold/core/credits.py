@@ -83,8 +83,7 @@ class Credits:
     def _first_brought(self, attachment: Attachment) -> Index | None:
         """Of too many spaces that an engine has brought, the first one that nobody has open."""
         while len(attachment.brought) >= self._common.limits.brought_spaces:
-            index = self._catalogue.indexes.get(attachment.brought.popleft())
-            if index is not None and not index.users:
+            if (index := self._catalogue.take_unused(attachment.brought.popleft())) is not None:
                 return index
         return None
 

@@ -173,6 +173,10 @@ class Indexed(Rows):
         """Take out, of those that nobody has open, the one that was left longest ago: it is about to be forgotten."""
         return self._unused.popitem(last=False)[1] if self._unused else None
 
+    def take_unused(self, id: int) -> Index | None:
+        """Take out this one, if nobody has it open and it is not about to be forgotten already."""
+        return self._unused.pop(id, None)
+
     def drop_index_if_idle(self, index: Index) -> None:
         """Forget an index that nobody uses and nothing is stored under."""
         if index.users or index.objects or index.slots or self.indexes.pop(index.id, None) is None:

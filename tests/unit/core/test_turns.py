@@ -206,6 +206,21 @@ class TestKnownSpaces:
             one.back(one.take(len(one.slots[space]), space))
         assert self.known(world) == {0, 1, 2, 5, 7, 8}
 
+    def test_what_is_being_forgotten_makes_room_for_one_alone(self, monkeypatch: pytest.MonkeyPatch):
+        world = World(pages=64, limits=Limits(known_spaces=3, brought_spaces=2))
+        one, other = world.engine("one", space=False), world.engine("other", space=False)
+        for space in (1, 2):
+            one.open(space, namespace=f"{space:032}".encode(), slots=4)
+            one.commit(chain(3), space=space)
+            world.settle(ev.Close(one.scheduler, space))
+            one.back(one.take(len(one.slots[space]), space))
+        other.open(namespace=f"{3:032}".encode(), slots=0)
+        monkeypatch.setattr(ev, "MAX_BATCH", 1)
+        for engine, number in ((one, 4), (other, 5)):
+            world.handle(ev.Open(engine.scheduler, number, f"{number:032}".encode(), 0, 8, (SLOT,), 0))
+        world.run()
+        assert self.known(world) == {3, 4, 5}
+
     def test_no_more_are_opened_than_may_be_known(self):
         world = World(pages=64, limits=Limits(known_spaces=2))
         self.open(world, 1, keep=True)

@@ -65,12 +65,13 @@ class Executor:
         self.last_error = ""
         """What was being done when a call failed last, and what the system said."""
         self._counters = [Counters() for _ in range(readers + 2)]  # one per thread that does I/O
-        loops = [self._write_loop, self._sync_loop, *[self._read_loop] * readers]
+        writer, syncer, *others = self._counters
         self._threads = [
-            Thread(target=loop, args=(counters,), name=f"kvhold-ssd{loop.__name__}", daemon=True)
-            for loop, counters in zip(loops, self._counters, strict=True)
+            Thread(target=self._write_loop, args=(writer,), name="kvhold-ssd-write", daemon=True),
+            Thread(target=self._sync_loop, args=(syncer,), name="kvhold-ssd-sync", daemon=True),
+            Thread(target=self._drop_loop, name="kvhold-ssd-drop", daemon=True),
+            *(Thread(target=self._read_loop, args=(each,), name="kvhold-ssd-read", daemon=True) for each in others),
         ]
-        self._threads.append(Thread(target=self._drop_loop, name="kvhold-ssd_drop_loop", daemon=True))
         for thread in self._threads:
             thread.start()
 
