@@ -81,14 +81,14 @@ def test_both_halves_refuse(role: str, monkeypatch: pytest.MonkeyPatch, llama_di
 )
 def test_wrong_settings(extra: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=f"^kvhold: .*{says}"):
-        load_settings(extra, WHERE)
+        load_settings(extra, WHERE, Settings)
 
 
 @pytest.mark.parametrize("name", Settings.__struct_fields__)
 def test_a_wrong_type_is_answered_with_what_to_write(name: str) -> None:
     """In the words of who writes JSON, not in those of Python's types."""
     with pytest.raises(ValueError, match=rf"^kvhold: setting '{name}' has the value \[\]; write ") as raised:
-        load_settings({name: []}, WHERE)
+        load_settings({name: []}, WHERE, Settings)
     advice = str(raised.value).partition("; write ")[2]
     if "true or false" in advice:
         example = True
@@ -104,23 +104,23 @@ def test_huge_pages_that_the_host_never_has_are_refused(tmp_path: Path, monkeypa
     (tmp_path / "nr_overcommit_hugepages").write_text("2\n")
     (tmp_path / "free_hugepages").write_text("0\n")
     monkeypatch.setattr(host, "_HUGE_PAGES", tmp_path)
-    assert load_settings({"huge_pages": True, "dram": "64MiB"}, WHERE).huge_pages
+    assert load_settings({"huge_pages": True, "dram": "64MiB"}, WHERE, Settings).huge_pages
     says = (
         "^kvhold: setting 'huge_pages' has the value True: 66MiB need 33 huge pages of 2MiB, and the host has 32; run "
     )
     with pytest.raises(ValueError, match=f"{says}`sysctl vm.nr_hugepages=33`"):
-        load_settings({"huge_pages": True, "dram": "66MiB"}, WHERE)
+        load_settings({"huge_pages": True, "dram": "66MiB"}, WHERE, Settings)
     with pytest.raises(ValueError, match=r"'huge_pages' .* the host has 32"):
-        load_settings({"huge_pages": True}, WHERE)  # with as much DRAM as the engine would take by itself
+        load_settings({"huge_pages": True}, WHERE, Settings)  # with as much DRAM as the engine would take by itself
     monkeypatch.setattr(host, "_HUGE_PAGES", tmp_path / "not shown")
-    load_settings({"huge_pages": True, "dram": "66MiB"}, WHERE)
+    load_settings({"huge_pages": True, "dram": "66MiB"}, WHERE, Settings)
 
 
 def test_a_runtime_directory_that_is_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVHOLD_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
     with pytest.raises(ValueError, match=r"^kvhold: .*x/kvhold.sock.*longer than 107 bytes; .* KVHOLD_RUNTIME_DIR"):
-        load_settings({}, WHERE)
-    load_settings({"socket": "/run/kvhold.sock"}, WHERE)
+        load_settings({}, WHERE, Settings)
+    load_settings({"socket": "/run/kvhold.sock"}, WHERE, Settings)
 
 
 def test_a_wrong_setting_stops_the_start(llama_dir: Path) -> None:

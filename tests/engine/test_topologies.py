@@ -22,7 +22,7 @@ from kvhold import protocol as wire
 from kvhold.client.channel import Channel
 from kvhold.engines.common.attaching import make_attacher
 from kvhold.engines.common.ranks import WorkerReport
-from kvhold.engines.common.settings import load_settings
+from kvhold.engines.common.settings import Settings, load_settings
 from kvhold.engines.vllm.names import engine_of, instance_of
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.topology import Topology
@@ -65,7 +65,7 @@ class Rig:
     def half(self, topology: str, **settings: Any) -> SchedulerHalf:
         """One that may store and restore."""
         config = self.config(topology)
-        given = load_settings({"socket": str(self.manager.socket), **settings}, "the test")
+        given = load_settings({"socket": str(self.manager.socket), **settings}, "the test", Settings)
         half = SchedulerHalf(config, self._base._cache, given)
         self.halves.append(half)
         world, stages = Topology.of(config.parallel_config).world, config.parallel_config.pipeline_parallel_size
@@ -173,7 +173,7 @@ def test_what_is_kept_and_for_whom(rig: Rig, topology: str) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_engines_own_manager_is_one_for_all_ranks(rig: Rig, topology: str) -> None:
     half = rig.half(topology)
-    settings = load_settings({"dram": "64MiB", "ssd": "/var/cache/kvhold:64MiB"}, "the test")
+    settings = load_settings({"dram": "64MiB", "ssd": "/var/cache/kvhold:64MiB"}, "the test", Settings)
     first, second = rig.config(topology), rig.config(topology)
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id.replace("_dp1", "_dp0")
     names = [engine_of(instance_of(config)) for config in (first, second)]

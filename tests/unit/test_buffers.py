@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvhold.engines.common import buffers
 from kvhold.engines.common.buffers import copy_in, copy_out, moves
 
 
@@ -31,12 +32,37 @@ def test_every_byte_goes_where_it_belongs(places: list[int], slots: list[int], c
     middle = ctypes.create_string_buffer(bytes(arena), 128)
     offsets = [8 * slots[number] for number in range(len(places))]
 
-    def buffers(base: int) -> list[list[tuple[int, int]]]:
+    def pieces(base: int) -> list[list[tuple[int, int]]]:
         return [[(base + 8 * place, cut), (base + 8 * place + cut, 8 - cut)] for place in places]
 
-    copy_in(ctypes.addressof(middle), moves(buffers(ctypes.addressof(source)), offsets, 8))
+    copy_in(ctypes.addressof(middle), moves(pieces(ctypes.addressof(source)), offsets, 8))
     for place, offset in zip(places, offsets, strict=True):
         assert middle.raw[offset : offset + 8] == engine[8 * place : 8 * place + 8]
         ctypes.memset(ctypes.addressof(kept) + 8 * place, 0, 8)
-    copy_out(ctypes.addressof(middle), moves(buffers(ctypes.addressof(kept)), offsets, 8))
+    copy_out(ctypes.addressof(middle), moves(pieces(ctypes.addressof(kept)), offsets, 8))
     assert kept.raw == engine, "and nothing beside it was touched"
+
+
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 5))
+def test_shares_are_the_same_bytes_and_about_as_long(lengths: list[int], count: int) -> None:
+    made = [(1000 * number, 100 * number, length) for number, length in enumerate(lengths)]
+    parts = buffers.shares(made, count)
+    assert len(parts) <= max(1, count)
+
+    def each_byte(moved: list[buffers.Move]) -> list[tuple[int, int]]:
+        return [(address + at, offset + at) for address, offset, length in moved for at in range(length)]
+
+    assert [byte for part in parts for byte in each_byte(part)] == each_byte(made)
+    sizes = [sum(length for _, _, length in part) for part in parts]
+    assert len(set(sizes[:-1])) <= 1, "all but the last have as many"
+
+
+def test_a_long_copy_is_made_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_THREADS", 4)
+    monkeypatch.setattr(buffers, "_SHARE", 64)
+    whole = bytes(range(256)) * 4
+    source, arena, back = (ctypes.create_string_buffer(data, 1024) for data in (whole, b"", b""))
+    addresses = [ctypes.addressof(each) for each in (source, arena, back)]
+    copy_in(addresses[1], [(addresses[0], 0, 1024)])
+    copy_out(addresses[1], [(addresses[2] + at, at, 128) for at in range(0, 1024, 128)])
+    assert arena.raw == back.raw == whole

@@ -6,7 +6,7 @@ import pytest
 from testbed.core.core_world import Engine, World, chain
 
 from kvhold.core.eviction import POLICIES
-from kvhold.engines.common.settings import Settings
+from kvhold.engines.common.settings import ManagerSettings
 
 HOT = chain(6, "hot")
 
@@ -65,5 +65,5 @@ def test_what_comes_back_from_a_log_is_no_newcomer():
 
 
 def test_settings_name_all_policies_and_the_default_is_the_first():
-    assert list(get_args(Settings.__annotations__["eviction"])) == list(POLICIES)
-    assert Settings().eviction == next(iter(POLICIES))
+    assert list(get_args(ManagerSettings.__annotations__["eviction"])) == list(POLICIES)
+    assert ManagerSettings().eviction == next(iter(POLICIES))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvhold.client.attacher import Attacher, Half
 from kvhold.client.embedded import Embedded
-from kvhold.engines.common.settings import Settings, own_settings
+from kvhold.engines.common.settings import ManagerSettings, own_settings
 from kvhold.folders import runtime_folders, sockets
 from kvhold.host import default_dram
 from kvhold.units import parse_size
@@ -22,7 +22,7 @@ def own_sockets(engine: str) -> list[Path]:
     return [folder / f"e-{name}.sock" for folder in runtime_folders()]
 
 
-def make_attacher(half: Half, engine: str, settings: Settings, reads: bool) -> Attacher:
+def make_attacher(half: Half, engine: str, settings: ManagerSettings, reads: bool) -> Attacher:
     """An attacher for the manager that ``settings`` name; by default that of ``engine``, or else the host's."""
     if settings.socket is not None:
         return Attacher(half, [Path(settings.socket)], None, reads)

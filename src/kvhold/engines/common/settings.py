@@ -1,7 +1,8 @@
 """What a user may set about an engine's half of the cache, and what is refused."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,13 +21,15 @@ _WRITTEN = {
     "save_decode_cache": "true or false",
     "step_budget_ms": "milliseconds like 1.0",
     "answer_deadline_ms": "milliseconds like 30.0",
+    "find_deadline_ms": "milliseconds like 200.0",
+    "publish_deadline_ms": "milliseconds like 500.0",
     "read_deadline_ms": "milliseconds like 2000.0",
 }
 """For who wrote a wrong type."""
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a user may set. ``docs/configuration.md`` says the same, and a test compares the two."""
+class ManagerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a user may set of any engine. ``docs/configuration.md`` says the same, and a test compares the two."""
 
     socket: str | None = None
     """Attach to the manager on this socket and to no other; without it the engine finds or starts one."""
@@ -43,6 +46,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whatever stands for the weights' age where their files do not, e.g. ``step-1200``: engines share within one."""
     weights_id: str | None = None
     """A name that stands for the weights in place of their files' names, sizes and times. Others need another."""
+    read_deadline_ms: float = 2000.0
+    """How long a request may wait for what has to be read from SSD; then what has arrived is restored."""
+
+
+class Settings(ManagerSettings, frozen=True, forbid_unknown_fields=True):
+    """What a user may set of an engine that works in steps."""
+
     save_decode_cache: bool = False
     """Also keep blocks that were filled by generated tokens, not by the prompt alone."""
     step_budget_ms: float = 1.0
@@ -50,25 +60,27 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_deadline_ms: float | None = None
     """How long any request may be deferred while its question is unanswered; then it is a miss. Without it: half of
     the time that the tokens in question would take to compute, at least 30 and at most 1000."""
-    read_deadline_ms: float = 2000.0
-    """How long a request may wait for what has to be read from SSD; then what has arrived is restored."""
 
 
-def own_settings(settings: Settings) -> list[str]:
+S = TypeVar("S", bound=ManagerSettings)
+
+
+def own_settings(settings: ManagerSettings) -> list[str]:
     """Those that were set of the ones for the engine's own manager."""
     return [
         name
         for name in ("dram", "huge_pages", "ssd", "eviction")
-        if getattr(settings, name) != getattr(Settings(), name)
+        if getattr(settings, name) != getattr(ManagerSettings(), name)
     ]
 
 
-def load_settings(given: dict[str, Any], where: str) -> Settings:
-    """What was ``given`` ``where``, as settings. Raises ValueError that names the setting, the value and the remedy.
+def load_settings(given: Mapping[str, Any], where: str, kind: type[S]) -> S:
+    """What was ``given`` ``where``, as settings of ``kind``.
 
-    It is raised for what can never work. What may be had later, like a manager that nobody has started, is no error.
+    Raises ValueError that names the setting, the value and the remedy. It is raised for what can never work. What may
+    be had later, like a manager that nobody has started, is no error.
     """
-    known = Settings.__struct_fields__
+    known = kind.__struct_fields__
     for name in given:
         if name not in known:
             raise ValueError(
@@ -77,18 +89,18 @@ def load_settings(given: dict[str, Any], where: str) -> Settings:
             )
     for name, value in given.items():
         try:
-            msgspec.convert({name: value}, Settings)
+            msgspec.convert({name: value}, kind)
         except msgspec.ValidationError:
             raise _wrong(name, value, f"; write {_WRITTEN[name]}") from None
-    settings = msgspec.convert(given, Settings)
+    settings = msgspec.convert(given, kind)
     if settings.socket is not None:
         _check_named(settings.socket, settings)
     else:
         _check_own(settings)
     if settings.weights_id == "":
         raise _wrong("weights_id", "", ", which names no weights; give a text or leave it out")
-    for name, most in (("step_budget_ms", 60_000), ("answer_deadline_ms", 60_000), ("read_deadline_ms", 20_000)):
-        value = getattr(settings, name)
+    for name in (name for name in known if name.endswith("_ms")):
+        value, most = getattr(settings, name), 20_000 if name == "read_deadline_ms" else 60_000
         if value is not None and not 0 <= value <= most:
             raise _wrong(name, value, f"; give milliseconds from 0 to {most}")
     return settings
@@ -98,7 +110,7 @@ def _wrong(name: str, value: object, why: str) -> ValueError:
     return ValueError(f"kvhold: setting {name!r} has the value {value!r}{why}")
 
 
-def _check_named(socket: str, settings: Settings) -> None:
+def _check_named(socket: str, settings: ManagerSettings) -> None:
     """Check what goes with the manager on ``socket``."""
     try:
         check_socket(Path(socket))
@@ -111,7 +123,7 @@ def _check_named(socket: str, settings: Settings) -> None:
         )
 
 
-def _check_own(settings: Settings) -> None:
+def _check_own(settings: ManagerSettings) -> None:
     """Check what the engine would start its own manager with."""
     path = runtime_folders()[0] / DEFAULT  # an own manager's is longer, but may not be needed
     try:

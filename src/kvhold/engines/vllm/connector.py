@@ -27,7 +27,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvhold.engines.common.copies import Copies
 from kvhold.engines.common.plans import CopyReport, StepPlan
-from kvhold.engines.common.settings import load_settings
+from kvhold.engines.common.settings import Settings, load_settings
 from kvhold.engines.vllm.callers import callers
 from kvhold.engines.vllm.scheduler import SchedulerHalf
 from kvhold.engines.vllm.stats import KvHoldPromMetrics, KvHoldStats
@@ -110,7 +110,9 @@ class KvHoldConnector(KVConnectorBase_V1, SupportsHMA):
         _log_like_the_engine()
         check_version(vllm_version)
         check_engine(vllm_config, kv_cache_config)
-        settings = load_settings(self._kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config")
+        settings = load_settings(
+            self._kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config", Settings
+        )
         self._pid = os.getpid()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
