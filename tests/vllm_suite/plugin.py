@@ -32,6 +32,7 @@ import pytest
 import selection
 import testbed.engine.bed  # noqa: F401 - the environment of vLLM and torch, before either is imported
 import torch
+from testbed.oracle.oracle_kv import first_needed
 from testbed.process.manager_process import Manager
 from tests.v1.core import test_scheduler
 from tests.v1.core.utils import create_scheduler
@@ -322,12 +323,13 @@ class Subject(KvHoldConnector):
         tables = scheduler.kv_cache_manager.get_block_ids(name)
         for at, group in enumerate(self._groups):
             size, table = group.block_tokens, tables[group.index]
+            needed = first_needed(self._cache.kv_cache_groups[group.index].kv_cache_spec, last)
             wanted = [
                 (table[block], self._key(request, min((block + 1) * size, last)))
-                for block in range(first // size, -(-last // size))
-                if table[block] and not (group.window and (block + 1) * size <= last - group.window + 1)
+                for block in range(max(first, needed) // size, -(-last // size))
+                if table[block]
             ]
-            if not wanted and not (group.whole or group.handed or group.window):
+            if needed == last:
                 continue  # a chunk that begins with the next token needs nothing of the former ones
             assert wanted, f"group {group.index} of {name} has no block for what was loaded"
             blocks = [block for block, _ in wanted]
