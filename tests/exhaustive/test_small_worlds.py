@@ -35,6 +35,9 @@ SETTINGS = {
         # The same through a store that finds objects by their name, and through both: what one loses the other has.
         Setting("store", pages=1, page=3, wants=(1, 0), store=True, stored=(A0,), deaths=False),
         Setting("both", pages=1, page=3, wants=(1, 0), segments=2, store=True, stored=(A0,), deaths=False),
+        # What others have put into a store that is asked comes from there; and beside a log, which has some of it.
+        Setting("shared", pages=1, page=3, wants=(1, 0), shared=(A0, A1, B0), deaths=False),
+        Setting("beside", pages=1, page=3, wants=(1,), segments=2, shared=(A0, A1), stored=(A0,), deaths=False),
         # Each engine has a namespace that nobody else comes to know, and closes and opens it as it goes.
         Setting("private", pages=1, page=3, wants=(1, 1), stored=(A0, A1), private=True),
         # Engines come and go, from the first one on.
@@ -80,6 +83,12 @@ def test_every_move_in_the_table_of_states_is_made_and_no_other(monkeypatch: pyt
     moves = recorded(monkeypatch)
     for name in ("memory", "log", "writes"):
         search(SETTINGS[name], events=1, seconds=0, least_depth=2)
+    world = SmallWorld(SETTINGS["shared"])  # what comes from elsewhere, and is not wanted any more, takes four events
+    world.run()
+    for move in (("query", 0, (A0,), 0), ("done",), ("release", 0, 0), ("failed",)):
+        ends = {"done": (), "failed": (0,)}.get(move[0])
+        world.apply(move if ends is None else ("done", min(world.disk.flying), ends))
+        world.run()
     table = {(former, state) for former, facts in STATES.items() for state in facts.becomes}
     assert {(NAMES[a], NAMES[b]) for a, b in moves} == {(NAMES[a], NAMES[b]) for a, b in table}
 

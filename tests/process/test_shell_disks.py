@@ -4,6 +4,7 @@ Everything is real but the disks: sockets, frames, the arena, the loop, threads 
 follows from its key; disks keep bytes by place, and lose, refuse or delay what they like.
 """
 
+import itertools
 import random
 import tempfile
 import threading
@@ -13,19 +14,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from testbed.core.second_backing import StoreOpened
+from testbed.core.shared_store import SharedOpened
 from testbed.process.manager_process import all_written
-from testbed.process.peers import Engine, keys_of, status, until
+from testbed.process.peers import KEY_BYTES, NAMESPACE, Engine, keys_of, status, until
 
 from kvhold import protocol as wire
+from kvhold.client.attacher import Attacher
+from kvhold.client.control import Geometry
 from kvhold.core import events as ev
 from kvhold.core.limits import Limits
 from kvhold.core.log import events as lev
+from kvhold.engines.common.blocking import Blocking
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
 from kvhold.manager.server import Server
+from kvhold.protocol import Tier
 
 SHARD = 32 << 10
 DRAM = 2 << 20
@@ -90,7 +97,7 @@ class SlowStore:
             if self._luck.random() < 0.1:
                 tell(done)  # a second answer means nothing
 
-    def _carry_out(self, io: ev.ToBacking) -> ev.Done:
+    def _carry_out(self, io: ev.ToBacking) -> ev.Done | ev.Found:
         raise NotImplementedError
 
     def _payload(self, stored: ev.Stored) -> bytes:
@@ -180,10 +187,54 @@ class SlowDictionary(SlowStore):
         return ev.Done(io.io, tuple(failed), kept)
 
 
+class SharedDictionary(SlowDictionary):
+    """A store that has to be asked: others have put some chains there. It is late, lies, and loses what it has."""
+
+    named = "shared"
+
+    def __init__(self, arena: memoryview, luck: random.Random) -> None:
+        super().__init__(arena, luck)
+        self.names: Counter[str] = Counter()
+        for chain in range(0, CHAINS, 2):
+            for position in range(LENGTH):
+                self.put(chain << 16 | position)
+
+    def put(self, number: int) -> None:
+        self.kept[NAMESPACE, 0, keys_of([number])] = text_of(number).ljust(SHARD)[:SHARD].encode()
+
+    def start(self, number: int, tell: Callable[[ev.Event], None]) -> None:
+        tell(SharedOpened(number))
+        SlowStore.start(self, number, tell)
+
+    def _carry_out(self, io: ev.ToBacking) -> ev.Done | ev.Found:
+        if isinstance(io, ev.Read):
+            before = len(io.objects)
+            done = super()._carry_out(io)
+            assert isinstance(done, ev.Done)
+            self.names["got"] += before - len(done.failed)
+            return done
+        if not isinstance(io, ev.Ask):
+            return super()._carry_out(io)
+        self.names["asked"] += len(io.names)
+        if self._luck.random() < 0.1:
+            threading.Event().wait(0.03)  # longer than a question waits
+        there = [at for at, name in enumerate(io.names) if (name in self.kept) != (self._luck.random() < 0.01)]
+        return ev.Found(io.io, tuple(there), failed=self._luck.random() < 0.05)
+
+
+class Silent(SharedDictionary):
+    """It never says anything."""
+
+    def _run(self, tell: Callable[[ev.Event], None]) -> None:
+        pass
+
+
 KINDS: dict[str, list[type[SlowStore]]] = {
     "log": [SlowDisk],
     "store": [SlowDictionary],
     "both": [SlowDisk, SlowDictionary],
+    "shared": [SharedDictionary],
+    "beside": [SlowDisk, SharedDictionary],
 }
 
 
@@ -239,6 +290,23 @@ def ask(engine: Engine, op: int, revision: int, chain: list[int], held: Held) ->
         del held[op]
 
 
+def look(engine: Engine, op: int, chain: list[int], held: Held) -> None:
+    """Ask where a chain is, then for exactly its beginning that is anywhere, and look at every byte of that."""
+    engine.scheduler.send(wire.Lookup(op, ((1, keys_of(chain)),)))
+    (tiers,) = engine.scheduler.expect(wire.Residency).tiers
+    assert len(tiers) == len(chain)
+    there = chain[: (tiers + b"\0").index(0)]
+    engine.scheduler.send(wire.Prepare(op, 1, ((1, keys_of(there)),)))
+    answer = engine.scheduler.expect(wire.Answer)
+    offsets = array("Q", answer.offsets)
+    assert (answer.op, answer.resident) == (op, len(offsets))
+    assert len(offsets) in (0, len(there))
+    for key, offset in zip(there, offsets, strict=False):
+        assert engine.worker.read(offset, SHARD) == text_of(key).ljust(SHARD)[:SHARD]
+    if offsets:
+        held[op] = 1, list(zip(there, offsets, strict=False))
+
+
 def play(seed: int, steps: int, kinds: list[type[SlowStore]]) -> dict[str, int]:
     luck = random.Random(seed)
     chains = [[chain << 16 | position for position in range(LENGTH)] for chain in range(CHAINS)]
@@ -249,7 +317,10 @@ def play(seed: int, steps: int, kinds: list[type[SlowStore]]) -> dict[str, int]:
         for _ in range(steps):
             who = luck.randrange(2)
             engine, mine, chain = engines[who], held[who], luck.choice(chains)
-            match luck.choice(DEEDS):
+            match luck.choice([*DEEDS, "look", "look"] if SharedDictionary in kinds else DEEDS):
+                case "look":
+                    op += 1
+                    look(engine, op, chain[: luck.randrange(1, LENGTH)], mine)
                 case "store":
                     at = luck.choice([0, 0, LENGTH // 2])
                     for _ in range(luck.randrange(1, 5)):
@@ -302,13 +373,15 @@ def play(seed: int, steps: int, kinds: list[type[SlowStore]]) -> dict[str, int]:
         assert {kind: each["backings"] for kind, each in said["kept"].items()} == Counter(kind.named for kind in kinds)
         assert [each["kind"] for each in said["stores"]] == [kind.named for kind in kinds if kind is not SlowDisk]
         counters: dict[str, int] = said["counters"]
+        for shared in (disk for disk in disks if isinstance(disk, SharedDictionary)):
+            counters |= shared.names
         found = ("keys_asked", "keys_resident", "keys_read")
         misses = [name for name in counters if name.startswith("keys_") and name not in found]
         assert counters["keys_asked"] == counters["keys_resident"] + sum(counters[name] for name in misses)
         return counters
 
 
-@pytest.mark.parametrize(("kinds", "seeds"), [("log", 4), ("store", 2), ("both", 2)])
+@pytest.mark.parametrize(("kinds", "seeds"), [("log", 4), ("store", 2), ("both", 2), ("shared", 2), ("beside", 2)])
 def test_answers_are_right_whatever_disks_do(kinds: str, seeds: int) -> None:
     total: Counter[str] = Counter()
     for seed in range(seeds):
@@ -316,6 +389,77 @@ def test_answers_are_right_whatever_disks_do(kinds: str, seeds: int) -> None:
     assert total["read_objects"] > 80, "hardly anything came from a disk"
     assert total["write_objects"] > 200
     assert total["read_failed"] > 0
+    assert SharedDictionary not in KINDS[kinds] or min(total["asked"], total["got"]) > 0, "nothing was fetched"
+
+
+def test_what_others_have_put_into_a_store_is_restored_here() -> None:
+    """Two hosts as far as it matters: two managers with arenas of their own, and one store."""
+    chain = list(range(8))
+    kept: dict[tuple[bytes, int, bytes], bytes] = {}
+    never = random.Random(0)
+    never.random = lambda: 0.99  # type: ignore[method-assign]
+    with manager(never, [SharedDictionary]) as (here, mine), manager(never, [SharedDictionary]) as (there, others):
+        for store in (*mine, *others):
+            assert isinstance(store, SharedDictionary)
+            store.kept = kept
+        one, two = Engine(here, "one", slots=8, shard=SHARD), Engine(there, "two", slots=8, shard=SHARD)
+        held: Held = {}
+        ops = itertools.count(1)
+        ask(two, next(ops), 1, chain, held)
+        assert not held, "nobody has it"
+        write(one, chain, 0, len(chain))
+        until(lambda: len(kept) == len(chain), "it is in the store")
+
+        def restored() -> bool:  # that it was not there is believed for a second
+            op = next(ops)
+            ask(two, op, 1, chain, held)
+            return op in held
+
+        until(restored, "it is fetched")
+        (leased,) = [leased for _, leased in held.values()]
+        assert [key for key, _ in leased] == chain
+        assert status(there)["kept"]["shared"] == {"backings": 1, "backed_objects": len(chain)}
+        one.bye()
+        two.bye()
+
+
+def test_threads_restore_what_others_have_and_store_it_here_all_the_same() -> None:
+    never = random.Random(0)
+    never.random = lambda: 0.99  # type: ignore[method-assign]
+    with manager(never, [SharedDictionary]) as (path, _):
+        face = Blocking("one", "test", lambda half: Attacher(half, [path], None, True))
+        try:
+            assert face.wait(60)
+            space = face.open(Geometry(NAMESPACE, 0, KEY_BYTES, (SHARD,), "test"), 8)
+            keys, rows = [keys_of([number]) for number in range(8)], np.zeros((4, SHARD), np.uint8)
+            assert face.look(space, keys, 60) == bytes([Tier.ELSEWHERE] * 8)
+            buffers = [[(row.ctypes.data, SHARD)] for row in rows]
+            assert face.publish(space, keys[:4], buffers, 60) == [True] * 4
+            assert face.look(space, keys, 60) == bytes([Tier.DRAM] * 4 + [Tier.ELSEWHERE] * 4)
+            hit = face.find(space, keys[4:], 60)
+            assert face.restore(hit, buffers) == 4
+            assert [bytes(row) for row in rows] == [text_of(at).ljust(SHARD)[:SHARD].encode() for at in range(4, 8)]
+        finally:
+            face.close()
+
+
+def test_a_store_that_never_answers_holds_up_nobody() -> None:
+    """Questions about what is not here are answered all the same; what is stored here is found; the manager ends."""
+    chain = list(range(8))
+    with manager(random.Random(0), [Silent]) as (path, _):
+        engine = Engine(path, "one", slots=8, shard=SHARD)
+        held: Held = {}
+        ask(engine, 1, 1, chain, held)
+        look(engine, 2, chain, held)
+        assert not held
+        write(engine, chain, 0, len(chain))
+        ask(engine, 3, 1, chain, held)
+        assert len(held[3][1]) == len(chain)
+        admin = type(engine.scheduler)(path)
+        admin.join("admin")
+        admin.send(wire.Flush())
+        assert isinstance(admin.receive(), wire.Flushed), "a flush is about what is kept here"
+        engine.bye()
 
 
 @pytest.mark.long

@@ -142,6 +142,9 @@ class Machine(Questions, RuleBasedStateMachine):
             failing = {"good": (), "some": (position,), "all": range(99), "kept": (position, position + 1)}[fate]
             flying, lost = self.disk.flying[io], io not in self.disk.cancelled
             done = self.disk.finish(io, failing)
+            if isinstance(done, ev.Found):
+                self.do(replace(done, failed=fate == "all"))
+                continue
             kept = isinstance(flying, ev.Read) and fate == "kept"  # that could not be looked at
             done = replace(done, kept=kept)
             gone = set[Name]()
@@ -223,6 +226,7 @@ class Machine(Questions, RuleBasedStateMachine):
         self.finish()
         for engine in self.engines:
             assert engine.broken or not engine.pending, "a question was never answered"
+            engine.looks.clear()
         self.calm()
         for half in list(self.halves.values()):
             self.leave(half, Gone.DEAD)

@@ -106,6 +106,18 @@ def test_nothing_is_read_from_a_disk_for_a_forgone_question(clock: list[float]) 
     assert asking.overdue(question, 100.0), "no answer comes"
 
 
+def test_an_answer_that_waits_for_other_machines_has_no_more_time_than_any(clock: list[float]) -> None:
+    asking, line = attached()
+    question = asking.ask(1, 0, b"k" * 32)
+    line.inbox.append(wire.Waiting(question.op, question.revision, 0))
+    asking.pump()
+    assert not asking.reading(question)
+    clock[0] += 0.05
+    assert asking.overdue(question, 0.03)
+    asking.forgo(question)
+    assert line.sent[-1] == wire.Release(((question.op, question.revision),))
+
+
 def test_an_answer_that_waits_for_a_disk_has_more_time(clock: list[float]) -> None:
     asking, line = attached()
     question = asking.ask(1, 0, b"k" * 32)

@@ -58,4 +58,4 @@ def test_an_event_says_what_the_message_does() -> None:
 
 def test_tiers_have_the_same_codes_on_both_sides() -> None:
     codes = [{name: value for name, value in vars(tier).items() if name.isupper()} for tier in (wire.Tier, ev.Tier)]
-    assert codes[0] == codes[1] == {"NOWHERE": 0, "DRAM": 1, "BACKING": 2}
+    assert codes[0] == codes[1] == {"NOWHERE": 0, "DRAM": 1, "BACKING": 2, "ELSEWHERE": 3}

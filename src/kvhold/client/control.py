@@ -66,6 +66,7 @@ class _Asked:
     tiers: tuple[bytes, ...] | None = None  # the answer to a look
     looks: bool = False  # and holds nothing
     waiting: bool = False  # for a disk, says the manager
+    elsewhere: bool = False  # it asks stores of other machines, which is not known to take longer
     hurried: bool = False  # it was asked for what is there
     forgone: bool = False  # what it leases is not wanted any more
 
@@ -179,9 +180,10 @@ class Control:
                 asked = self._asked.get(op)
                 if asked is not None and asked.looks:
                     asked.tiers = tiers
-            case wire.Waiting(op, revision):
+            case wire.Waiting(op, revision, objects):
                 if asked := self._latest(op, revision):
-                    asked.waiting = True
+                    asked.waiting |= objects > 0
+                    asked.elsewhere = True
                     if asked.forgone:
                         self.release((asked.id,))  # it shall not be read for nobody
             case wire.Expired(op, revision):
@@ -336,7 +338,7 @@ class Control:
             self._send(wire.AnswerNow(question.op, question.revision))
         if budget is None or self.silent:
             return
-        while not asked.answered and not asked.waiting and self._asked and budget.left > 0:
+        while not (asked.answered or asked.waiting or asked.elsewhere) and self._asked and budget.left > 0:
             budget.spend(self.pump)
 
     def left(self, question: QuestionId, patience: float) -> float:
@@ -353,7 +355,7 @@ class Control:
     def forgo(self, question: QuestionId) -> None:
         """Restore nothing of what ``question`` asked for; its answer may still come, and what it leases is given up."""
         asked = self._latest(question.op, question.revision)
-        if asked is not None and (asked.answered or asked.waiting):
+        if asked is not None and (asked.answered or asked.waiting or asked.elsewhere):
             self.release((question,))
         elif asked is not None:
             asked.forgone = True

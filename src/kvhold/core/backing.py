@@ -7,7 +7,7 @@ is in at most one backing of those that give places, and in any number of the ot
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from kvhold.core import events as ev
 from kvhold.core.events import Effect, Reason
@@ -32,7 +32,7 @@ class Io:
 
     number: int
     backing: "Backing"
-    kind: str  # "read", "write", "forget", or the backing's own; ``<kind>_failed`` counts those that fail
+    kind: str  # "read", "write", "forget", "ask", or the backing's own; ``<kind>_failed`` counts those that fail
     rows: list[int] = field(default_factory=list)
     bytes: int = 0
     cancelled: bool = False
@@ -167,14 +167,45 @@ class Backing(Protocol):
         ...
 
 
+@runtime_checkable
+class Asked(Backing, Protocol):
+    """A backing that others store into as well, and that gives up what it likes: it is asked what it has.
+
+    It finds objects by their name. What is known to be there is not written again, and that is all that its bit says:
+    an object that nobody has here is not known here. It hands on what it is told to forget before what it is asked.
+    """
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is worth asking, and waiting for."""
+        ...
+
+    def ask(self, io: int, names: Sequence[Name]) -> ev.Ask:
+        """Ask which of these are there."""
+        ...
+
+    def ask_ended(self, io: Io, failed: bool) -> None:
+        """It has said so; or it could not be asked."""
+        ...
+
+
 class Backings:
     """All of them, by number, and every I/O that is not answered, by its number."""
 
     def __init__(self) -> None:
         self.all: dict[int, Backing] = {}
+        self.asked: dict[int, Asked] = {}  # those of them that are asked
+        self.keeping = (1 << BITS) - 1  # the bits of the others
         self.ios: dict[int, Io] = {}
         self.flushed: list[tuple[int, bool]] = []  # (flush, failed) since that was looked at last
         self._next_io = 1
+
+    def add(self, backing: Backing) -> None:
+        """There is one more."""
+        self.all[backing.number] = backing
+        if isinstance(backing, Asked):
+            self.asked[backing.number] = backing
+            self.keeping &= ~backing.bit
 
     def place_in(self, bit: int) -> int:
         """Where a backing with this bit has an object."""

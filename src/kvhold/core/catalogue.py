@@ -94,6 +94,12 @@ class Catalogue(Indexed):
         self.recency.append(row, self.cold_list)
         return row
 
+    def expect(self, row: int, index: Index, key: bytes, parent: int | None) -> None:
+        """A LOADING row is to be filled with an object that nobody has here; until it has come it cannot be listed."""
+        self.leases[row] = 1
+        self._list(row, index, key)
+        self._follow(row, index, parent if parent is not None and self.key[parent] else None)
+
     def replace(self, credit: int, row: int, parent: int | None) -> bool:
         """An object that is only in a backing gets a credit's slot: its bytes were stored anew. False if not so."""
         index = self.indexes[self.owner[row]]
@@ -139,7 +145,7 @@ class Catalogue(Indexed):
         """Take an object out of its index, list and backings; one that is held becomes DOOMED, any other is freed."""
         index, key, state = self.indexes[self.owner[row]], self.key[row], self.state[row]
         index.pop(key)
-        if index.watchers:
+        if index.watchers and not self.expected(row):
             self.gone.append((index, key))
         self.objects -= 1
         self.key[row] = b""
@@ -155,6 +161,10 @@ class Catalogue(Indexed):
             self.move(row, State.DOOMED)
         else:
             self.free(row)
+
+    def expected(self, row: int) -> bool:
+        """Whether this is an object that nobody has here before it has come."""
+        return self.state[row] == State.LOADING and not self.kept(row)
 
     def note(self, kind: Kind, row: int, what: int | None = None) -> None:
         """Remember what happened to an object: with its slot's epoch, unless something else says more."""
@@ -230,9 +240,11 @@ class Catalogue(Indexed):
 
     # --- backings -----------------------------------------------------------------------------------------------
 
-    def loaded(self, row: int) -> None:
-        """The read into a LOADING row has ended well."""
+    def loaded(self, row: int, place: int) -> None:
+        """The read of what is at ``place`` into a LOADING row has ended well."""
         if self.state[row] == State.LOADING:
+            if self.expected(row):
+                self.put(row, place)
             self.move(row, State.LEASED)
             self.recency.insert(row, self.indexes[self.owner[row]].recency, again=True)
         self.release([row])
@@ -265,8 +277,11 @@ class Catalogue(Indexed):
         return again
 
     def unfill(self, row: int) -> None:
-        """A LOADING row whose read has not begun, and which nobody else holds, is COLD again."""
-        if self.move(row, State.COLD):
+        """A LOADING row whose read has not begun, and which nobody else holds, is COLD again, or nothing."""
+        if self.expected(row):
+            self.leases[row] = 0
+            self.remove(row)
+        elif self.move(row, State.COLD):
             self.leases[row] = 0
             self._cool(row)
 
@@ -282,38 +297,38 @@ class Catalogue(Indexed):
 
     def kept(self, row: int) -> bool:
         """Whether any backing has the object."""
-        return bool(self.place[row] or self.there[row])
+        return bool(self.place[row] or self.there[row] & self.backings.keeping)
 
-    def places(self, row: int) -> list[int]:
-        """Where the object is: first, where a backing has given it a place."""
-        place, there = self.place[row], self.there[row]
+    def places(self, row: int, bits: int | None = None) -> list[int]:
+        """Where the object is kept: first, where a backing has given it a place."""
+        place, there = self.place[row], self.there[row] & (self.backings.keeping if bits is None else bits)
         found = [place] if place else []
         return found + [self.backings.place_in(1 << n) for n in range(BITS) if there >> n & 1] if there else found
 
     def put(self, row: int, place: int) -> None:
         """The object is in a backing, in which it was nowhere."""
-        backing = self.backings.of(place)
-        self.backed += not self.kept(row)
+        backing, before = self.backings.of(place), self.kept(row)
         if backing.bit:
             self.there[row] |= backing.bit
         else:
             self.place[row] = place
+        self.backed += self.kept(row) - before
         backing.entered(row, place)
 
     def withdraw(self, row: int, place: int) -> None:
         """What one backing has of the object does not count any more."""
-        backing = self.backings.of(place)
+        backing, before = self.backings.of(place), self.kept(row)
         backing.left(row, place)
         if backing.bit:
             self.there[row] &= ~backing.bit
         else:
             self.place[row] = 0
-        self.backed -= not self.kept(row)
+        self.backed -= before - self.kept(row)
 
     def displace(self, row: int) -> None:
         """What backings have of the object does not count any more."""
-        if self.kept(row):
-            for place in self.places(row):
+        if self.place[row] or self.there[row]:
+            for place in self.places(row, bits=-1):
                 self.withdraw(row, place)
 
     # --- giving way ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from kvhold.core.arena import Arena
 from kvhold.core.catalogue import Catalogue
 from kvhold.core.events import Effect
 from kvhold.core.eviction import Eviction, Policy
+from kvhold.core.heard import Heard
 from kvhold.core.history import History
 from kvhold.core.indexes import Index
 from kvhold.core.limits import Limits
@@ -33,6 +34,7 @@ class Common:
         self.catalogue = Catalogue(self.arena, self.history, limits, policy)
         self.backings = self.catalogue.backings
         self.eviction = Eviction(self.catalogue)
+        self.heard = Heard()
         self.counters: Counter[str] = self.catalogue.counters
         self.attachments: dict[int, Attachment] = {}
         self.sessions: dict[int, Session] = {}

@@ -307,7 +307,8 @@ class Credits:
         """What who watches a space is told after a commit of these keys: first what gave way to them."""
         if space.watcher is None:
             return []
-        found = [key for key in keys if space.index.get(key) is not None]
+        index, expected = space.index, self._catalogue.expected
+        found = [key for key in keys if (row := index.get(key)) is not None and not expected(row)]
         parts = [found[start : start + ev.MAX_BATCH] for start in range(0, len(found), ev.MAX_BATCH)]
         return [*self._common.departed(), *(ev.Added(*space.watcher, b"".join(part)) for part in parts)]
 

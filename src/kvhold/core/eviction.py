@@ -50,6 +50,21 @@ class Eviction:
         self._catalogue.owner[row] = index.id
         return row
 
+    def fetch(self, index: Index, key: bytes, parent: int | None) -> int | None:
+        """A row in state LOADING, which its read holds, for an object of ``index`` that nobody has here.
+
+        None when no slot can be had, or there are too many objects.
+        """
+        catalogue = self._catalogue
+        if catalogue.objects >= catalogue.limits.max_objects and not self.forget_one():
+            return None
+        row = catalogue.new()
+        if not self._place(row, index, State.LOADING):
+            catalogue.spare.append(row)
+            return None
+        catalogue.expect(row, index, key, parent)
+        return row
+
     def fill(self, row: int) -> bool:
         """Give a COLD row a slot to be read into, which its read holds; False when none can be had."""
         catalogue = self._catalogue

@@ -158,7 +158,8 @@ def _told(common: Common, kind: Kind, actor: int, a: int, b: int) -> str:
         case Kind.ASKED:
             what = f"asked for {b} keys (revision {a})"
         case Kind.WAITING:
-            what = f"waits for {b} objects from a log (revision {a})"
+            objects = f"{b} objects from backings" if b else "backings to say what they have"
+            what = f"waits for {objects} (revision {a})"
         case Kind.ANSWERED:
             what = f"answered: {b} keys (revision {a})"
         case Kind.STALLED:

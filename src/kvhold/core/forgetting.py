@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvhold.core import events as ev
+from kvhold.core.asking import Asking
 from kvhold.core.backing import Mark, Name
 from kvhold.core.common import Common
 from kvhold.core.events import Effect
@@ -38,8 +39,9 @@ class _Purge:
 
 
 class Forgetting:
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: Common, asking: Asking) -> None:
         self._common = common
+        self._asking = asking
         self._catalogue = common.catalogue
         self._backings = common.backings
         self._purges: list[_Purge] = []
@@ -56,6 +58,7 @@ class Forgetting:
         catalogue, then = self._catalogue, self._common.now - event.older
         unused = catalogue.recency.clock.at(then) if event.older else None
         marks = self._marks(then)
+        self._common.heard.clear()
         purge = _Purge(event.session, event.namespace, catalogue.next_epoch, unused, marks)
         effects = [
             effect for number, one in self._backings.all.items() for effect in one.purge(event.namespace, marks[number])
@@ -137,6 +140,7 @@ class Forgetting:
             # It may have been released meanwhile, and the row be another object's.
             same = catalogue.epoch[row] < last or self._recorded(row, marks)[0]
             if same and catalogue.key[row] and catalogue.owner[row] == index.id:
+                self._asking.not_to_be_had(index, catalogue.key[row])
                 names.append(self._remove(row, Kind.QUARANTINED, "quarantined"))
         return self._outlast(names)
 

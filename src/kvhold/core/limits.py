@@ -62,6 +62,22 @@ class Limits:
     """How much longer it is kept each time that its owner has said something that is not taken in yet."""
     stall_ns: int = 60 * SECOND
     """A restore that takes longer is reported."""
+    ask_ns: int = 20_000_000
+    """How long a question waits for backings to say what they have; then what was heard counts."""
+    ask_batch: int = 512
+    """Keys that a question asks for at once, of those that nobody has here."""
+    ask_keys: int = 4096
+    """Keys that one question asks for at most."""
+    asks: int = 64
+    """Batches that are asked of one backing and not answered; with more, what is asked for counts as late."""
+    heard: int = 65_536
+    """Answers that are remembered. Each takes 17 bytes of the manager's own memory."""
+    there_ns: int = 5 * SECOND
+    """How long a backing's word is believed that it has an object,"""
+    absent_ns: int = SECOND
+    """and that it has not."""
+    not_got_ns: int = 30 * SECOND
+    """How long what a backing did not give, or gave wrong, is not tried again, whatever it says."""
     retry_ns: int = 10 * SECOND
     """How long a log is left alone after repeated errors."""
     quotas: dict[bytes, Quota] = field(default_factory=dict)

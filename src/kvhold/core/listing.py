@@ -21,7 +21,7 @@ def listing(common: Common, event: ev.List) -> Work:
     while row < min(last, len(state)) and (index := catalogue.find(event.namespace, event.group)) is not None:
         end = min(row + ev.MAX_BATCH, last, len(state))
         for one in range(row, end):
-            if key[one] and owner[one] == index.id:
+            if key[one] and owner[one] == index.id and not catalogue.expected(one):
                 keys.append(key[one])
                 tiers.append(TIERS[state[one]])
         row = end

@@ -9,23 +9,25 @@ from kvhold.core import events as ev
 from kvhold.core.budgets import Budgets
 from kvhold.core.common import Common, split
 from kvhold.core.events import Effect, Reason
+from kvhold.core.fetching import Fetching, Outcome
 from kvhold.core.history import Kind, block_of, fingerprint
 from kvhold.core.indexes import Index
 from kvhold.core.operations import Operations, name_of
-from kvhold.core.rows import TIERS, State
-from kvhold.core.sessions import Attachment, Operation, Part, Phase
+from kvhold.core.rows import State
+from kvhold.core.sessions import Operation, Part, Phase, Search, nonsense
 from kvhold.core.turns import Work
 
-Matched = Generator[list[Effect], None, Reason]
-"""Work in slices that ends with why there is no more."""
+Matched = Generator[list[Effect], None, Reason | None]
+"""Work in slices that ends with why there is no more; None if it goes on once others have answered."""
 
 
 class Matching:
-    def __init__(self, common: Common, operations: Operations, budgets: Budgets) -> None:
+    def __init__(self, common: Common, operations: Operations, budgets: Budgets, fetching: Fetching) -> None:
         self._common = common
         self._catalogue = common.catalogue
         self._operations = operations
         self._budgets = budgets
+        self._fetching = fetching
         self._storage = operations.storage
 
     # --- a chain's longest prefix -------------------------------------------------------------------------------
@@ -43,34 +45,71 @@ class Matching:
         if replaced is not None:
             yield replaced
         self._operations.note(operation, Kind.ASKED, operation.asked)
-        reason = yield from self._match_chain(operation, part, event.keys)
-        if operation.ended:
+        if self._fetching.asking.worth(index):
+            operation.search = Search(event)
+        yield from self._match(operation, part, event.keys)
+
+    def go_on(self, operation: Operation) -> Work:
+        """Match on with what was heard."""
+        event = operation.search.event if operation.search is not None else None
+        assert isinstance(event, ev.Query)
+        if not operation.ended:
+            yield from self._match(operation, operation.parts[0], event.keys)
+
+    def _match(self, operation: Operation, part: Part, keys: bytes) -> Work:
+        reason = yield from self._match_chain(operation, part, keys)
+        if operation.ended or reason is None:
             return
         rows = part.rows
         yield self._operations.matched(operation, reason)
-        yield from self._touch(rows, index)
+        yield from self._touch(rows, part.index)
 
     def _match_chain(self, operation: Operation, part: Part, keys: bytes) -> Matched:
         """Lease the leading keys, from ``part.skip`` on, as far as they are there and may be had."""
-        reason, index, width = Reason.NONE, part.index, part.index.key_bytes
-        for start in range(0, part.asked, ev.MAX_BATCH):
-            if operation.ended:
-                break  # who ended it ends its leases
+        reason, width = Reason.NONE, part.index.key_bytes
+        while (start := len(part.rows)) < part.asked and not operation.ended:  # who ended it ends its leases
             batch = split(keys[start * width : (start + ev.MAX_BATCH) * width], width)
-            found = index.leading(batch)
-            if len(found) < len(batch):
-                reason = Reason.NOT_STORED
-                self._missing(operation, batch[len(found)], start + len(found))
-            skipped = max(0, part.skip - start)
-            held, short = self._hold(operation, part, found[skipped:])
-            part.rows += found[: skipped + held]
-            reason = short or reason
+            reason = self._match_next(operation, part, batch, start)
+            asked = (yield from self._ask(operation, part, keys)) if reason is Reason.NOT_STORED else Outcome.NOTHING
+            if asked is Outcome.WAITS:
+                return None
+            if asked is Outcome.IN_VAIN:
+                continue
             if reason:
-                position = len(part.rows)
-                operation.lacked = name_of(index, position, keys[position * width : (position + 1) * width])
+                reason = self._lacks(operation, part, keys, reason)
             if reason or start + ev.MAX_BATCH >= part.asked:
                 break
             yield []
+        return reason
+
+    def _match_next(self, operation: Operation, part: Part, batch: Sequence[bytes], start: int) -> Reason:
+        """Lease what is there of a ``batch``, the first of which is at ``start``, up to what is not, and why."""
+        found, skipped = part.index.leading(batch), max(0, part.skip - start)
+        if operation.search is not None and skipped <= len(found) < len(batch):
+            part.rows += found[:skipped]
+            return self._take(operation, part, batch[skipped:])
+        if len(found) < len(batch):
+            self._missing(operation, batch[len(found)], start + len(found))
+        held, reason = self._hold(operation, part, found[skipped:])
+        part.rows += found[: skipped + held]
+        return reason or (Reason.NOT_STORED if len(found) < len(batch) else Reason.NONE)
+
+    def _ask(self, operation: Operation, part: Part, keys: bytes) -> Generator[list[Effect], None, Outcome]:
+        """Ask others for what follows the keys that are there, unless that was done, or the engine has it itself."""
+        search, start = operation.search, len(part.rows)
+        if search is None or start < max(part.skip, search.reached):
+            return Outcome.NOTHING
+        search.start = start
+        return (yield from self._fetching.ask(operation, [(part.index, keys)]))
+
+    def _lacks(self, operation: Operation, part: Part, keys: bytes, reason: Reason) -> Reason:
+        """Remember which key it was that cannot be had, and for what ``reason`` in the end."""
+        position, width, search = len(part.rows), part.index.key_bytes, operation.search
+        key = keys[position * width : (position + 1) * width]
+        operation.lacked = name_of(part.index, position, key)
+        if reason is Reason.NOT_STORED and search is not None and position >= part.skip:
+            self._missing(operation, key, position)
+            return Reason.DEADLINE if search.late and self._fetching.asking.unknown(part.index, key) else reason
         return reason
 
     # --- exactly these ------------------------------------------------------------------------------------------
@@ -102,7 +141,9 @@ class Matching:
         for index, keys in used:
             yield from self._mark(index, keys)
 
-    def _match_all(self, operation: Operation, work: Sequence[tuple[Index, bytes]]) -> Matched:
+    def _match_all(
+        self, operation: Operation, work: Sequence[tuple[Index, bytes]]
+    ) -> Generator[list[Effect], None, Reason]:
         """Lease all of these keys; after the first that cannot be had nothing more is leased."""
         self._operations.note(operation, Kind.ASKED, operation.asked)
         reason = self._budgets.too_large(sum(len(keys) // index.key_bytes * index.size for index, keys in work))
@@ -124,6 +165,11 @@ class Matching:
         if held == len(batch):
             held, reason = self._hold(operation, part, found)
             part.rows += found[:held]
+        elif self._fetching.asking.worth(part.index):
+            reason = self._take(operation, part, batch)
+            held = len(part.rows) - start
+            if reason is Reason.NOT_STORED:
+                self._missing(operation, batch[held], start + held)
         else:
             reason = Reason.NOT_STORED
             self._missing(operation, batch[held], start + held)
@@ -147,27 +193,6 @@ class Matching:
         self._common.history.note(Kind.CUT_SHORT, event.op, event.session, where, mark)
         return []
 
-    def lookup(self, event: ev.Lookup) -> Work:
-        """Where the keys are. Changes nothing."""
-        attachment = self._common.speaker(event.session)
-        if attachment is not None and (wrong := _nonsense(attachment, event.op, event.parts)):
-            yield [ev.Refuse(event.session, wrong)]
-            return
-        tiers: list[bytes] = []
-        for number, keys in event.parts:
-            space = attachment.spaces.get(number) if attachment is not None and attachment.ready else None
-            if space is None:
-                tiers.append(b"")
-                continue
-            index, state, here = space.index, self._catalogue.state, bytearray()
-            for start in range(0, len(keys), ev.MAX_BATCH * index.key_bytes):
-                for key in split(keys[start : start + ev.MAX_BATCH * index.key_bytes], index.key_bytes):
-                    row = index.get(key)
-                    here.append(ev.Tier.NOWHERE if row is None else TIERS[state[row]])
-                yield []
-            tiers.append(bytes(here))
-        yield [ev.Residency(event.session, event.op, tuple(tiers))]
-
     # --- before a question --------------------------------------------------------------------------------------
 
     def _open(
@@ -178,7 +203,7 @@ class Matching:
         self._common.counters["queries"] += 1
         if attachment is None or not attachment.ready:
             return self._instead(event, None, Reason.DETACHED)
-        if wrong := _nonsense(attachment, event.op, named):
+        if wrong := nonsense(attachment, event.op, named):
             return [ev.Refuse(event.session, wrong)]
         former = attachment.operations.get(event.op)
         if former is not None and former.revision >= event.revision:
@@ -207,6 +232,21 @@ class Matching:
         return [*self._operations.end(former, Kind.SUPERSEDED), *self._common.departed(), answer]
 
     # --- taking under lease -------------------------------------------------------------------------------------
+
+    def _take(self, operation: Operation, part: Part, keys: Sequence[bytes]) -> Reason:
+        """Lease ``keys`` one after the other, and have those read that somebody has elsewhere: why not all of them."""
+        taken = 0
+        while taken < len(keys):
+            found = part.index.leading(keys[taken:])
+            held, short = self._hold(operation, part, found)
+            part.rows += found[:held]
+            taken += held
+            if not short and taken < len(keys):
+                short = self._fetching.fetch(operation, part, keys[taken])
+                taken += 1
+            if short:
+                return short
+        return Reason.NONE
 
     def _hold(self, operation: Operation, part: Part, rows: Sequence[int]) -> tuple[int, Reason]:
         """Lease ``rows``, and have those read that are in a backing alone, as far as that goes from the first on."""
@@ -295,15 +335,3 @@ class Matching:
 
     def _missing(self, operation: Operation, key: bytes, position: int) -> None:
         self._common.history.note(Kind.MISSING, fingerprint(key), operation.session, operation.id, position)
-
-
-def _nonsense(attachment: Attachment, op: int, parts: Sequence[tuple[int, bytes]]) -> str:
-    """What is wrong with keys that cannot be meant; nothing is said of spaces that are not open."""
-    asked = 0
-    for number, keys in parts:
-        space = attachment.spaces.get(number)
-        count, torn = divmod(len(keys), space.index.key_bytes) if space is not None else (0, 0)
-        asked += count
-        if torn:
-            return f"operation {op}: keys are torn"
-    return f"operation {op} names {asked} keys, more than {ev.MAX_QUERY_KEYS}" if asked > ev.MAX_QUERY_KEYS else ""

@@ -29,6 +29,7 @@ class Operations:
         self._common = common
         self._budgets = budgets
         self._catalogue = common.catalogue
+        self._asking = self.storage.asking
         self._waiters: dict[int, dict[Operation, int]] = {}  # by row that is LOADING: how often each names it
         self._answers: Timer[Operation] = Timer()
         self._leases: Timer[Operation] = Timer()
@@ -95,6 +96,8 @@ class Operations:
         """Answer with what is there now, and let go of the rest."""
         attachment = operation.attachment
         self._answers.end(operation)
+        if operation.asks:
+            self._asking.leave(operation)
         if attachment.broken:
             return []  # who owned it may not be told any more; its leases end with the last of its sessions
         cut = self._cut(operation)
@@ -179,8 +182,12 @@ class Operations:
         yield []
         attachment = self._common.speaker(event.session)
         operation = attachment.operations.get(event.op) if attachment is not None else None
-        if operation is not None and operation.revision == event.revision and operation.phase is Phase.WAITING:
+        if operation is None or operation.revision != event.revision:
+            return
+        if operation.phase is Phase.WAITING:
             yield self._conclude(operation, operation.reason)
+        elif operation.phase is Phase.ASKING and not operation.looks:
+            yield self._conclude(operation, Reason.DEADLINE)
 
     def release(self, event: ev.Release) -> Work:
         session = self._common.sessions.get(event.session)
@@ -271,6 +278,8 @@ class Operations:
         attachment.asked -= operation.asked
         for timer in (self._answers, self._leases, self._unheard, self._restores):
             timer.end(operation)
+        if operation.asks:
+            self._asking.leave(operation)
         self._budgets.charge(operation, -operation.charged)
         parts, operation.parts = operation.parts, []
         return self._let_go(operation, parts)

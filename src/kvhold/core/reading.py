@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvhold.core import events as ev
+from kvhold.core.asking import Asking
 from kvhold.core.backing import PLACE_BITS, Backing, Io, Name
 from kvhold.core.common import Common
 from kvhold.core.events import Effect, Reason
 from kvhold.core.history import Kind
+from kvhold.core.indexes import Index
 from kvhold.core.placement import Placement
 from kvhold.core.rows import State
 
@@ -16,12 +18,17 @@ class Reading:
     """``arrived(rows)`` is told of (row, whether it can be read now) and says what follows from it."""
 
     def __init__(
-        self, common: Common, placement: Placement, arrived: Callable[[Sequence[tuple[int, bool]]], list[Effect]]
+        self,
+        common: Common,
+        placement: Placement,
+        asking: Asking,
+        arrived: Callable[[Sequence[tuple[int, bool]]], list[Effect]],
     ) -> None:
         self.bytes = 0  # under way
         self.queued: dict[int, int] = {}  # rows to be read and the place from which, in order
         self._common = common
         self._placement = placement
+        self._asking = asking
         self._arrived = arrived
         self._reading: dict[int, Io] = {}
         self._tried: dict[
@@ -31,10 +38,10 @@ class Reading:
     def worth(self, row: int) -> Reason:
         """Why nobody should wait for a row that is COLD or LOADING; NONE if it is to be had."""
         if self._common.catalogue.state[row] == State.LOADING:
-            return self._source(row).worth(row)
+            return self.source(row).worth(row)
         return self._placement.source(row)[1]
 
-    def _source(self, row: int) -> Backing:
+    def source(self, row: int) -> Backing:
         """Whence a LOADING row is being read, or will be."""
         io = self._reading.get(row)
         return io.backing if io is not None else self._common.backings.of(self.queued[row])
@@ -43,6 +50,10 @@ class Reading:
         """Read a row that is LOADING, when its turn comes."""
         place, _ = self._placement.source(row)
         self._expect(row, place or self._common.catalogue.places(row)[0])
+
+    def fetch(self, row: int, backing: int) -> None:
+        """The same of one that nobody has here, from the backing that has said that it has it."""
+        self._expect(row, _anywhere(backing))
 
     def _expect(self, row: int, place: int) -> None:
         self._common.backings.of(place).expect(row)
@@ -106,6 +117,7 @@ class Reading:
         io.backing.read_ended(io, None if io.cancelled else len(failed) < len(io.rows))
         arrived: list[tuple[int, bool]] = []
         lost: list[Name] = []
+        fetched: list[tuple[Index, bytes]] = []
         for position, row in enumerate(io.rows):
             del self._reading[row]
             doomed = catalogue.state[row] != State.LOADING
@@ -114,16 +126,24 @@ class Reading:
                 arrived.append((row, not doomed))
                 if not doomed:
                     catalogue.note(Kind.LOADED, row)
-                catalogue.loaded(row)
+                    if catalogue.expected(row):
+                        fetched.append((catalogue.indexes[catalogue.owner[row]], catalogue.key[row]))
+                catalogue.loaded(row, _anywhere(io.backing.number))
             elif io.cancelled and not doomed:
                 if catalogue.leases[row] == 1:
                     catalogue.unfill(row)
+                elif catalogue.expected(row):
+                    self.fetch(row, io.backing.number)
                 else:
                     self.read(row)
             else:
                 counters["read_failed"] += 1
                 stays = kept and not doomed
-                if not doomed:
+                if not doomed and catalogue.expected(row):
+                    self._asking.not_got(io.backing.number, catalogue.indexes[catalogue.owner[row]], catalogue.key[row])
+                    catalogue.note(Kind.NOT_LOADED, row)
+                    stays = False
+                elif not doomed:
                     if not kept:
                         index = catalogue.indexes[catalogue.owner[row]]
                         lost.append((index.namespace.name, index.group, catalogue.key[row]))
@@ -138,7 +158,20 @@ class Reading:
                     arrived.append((row, False))
                     catalogue.read_failed(row)
             self._tried.pop(row, None)
-        return self._arrived(arrived) + (io.backing.forget(lost) if lost else [])
+        told = self._announce(fetched) if fetched else []
+        return told + self._arrived(arrived) + (io.backing.forget(lost) if lost else [])
+
+    def _announce(self, fetched: Sequence[tuple[Index, bytes]]) -> list[Effect]:
+        """Tell who watches of what has come from elsewhere and can be found, a batch at most."""
+        keys: dict[int, tuple[Index, list[bytes]]] = {}
+        for index, key in fetched:
+            if index.get(key) is not None:
+                keys.setdefault(index.id, (index, []))[1].append(key)
+        return self._common.departed() + [
+            ev.Added(session, space, b"".join(found))
+            for index, found in keys.values()
+            for session, space in index.watchers
+        ]
 
     def _has_another(self, row: int, backing: Backing) -> bool:
         """Whether another backing has a row that this one has lost; then only that one counts."""
@@ -157,3 +190,8 @@ class Reading:
         if place:
             self._expect(row, place)
         return bool(place)
+
+
+def _anywhere(backing: int) -> int:
+    """The place of whatever is in a backing that finds objects by their name."""
+    return backing << PLACE_BITS | 1

@@ -48,7 +48,12 @@ STATES: Final[dict[int, Facts]] = {
         slot=False,
         found=False,
         evicted=False,
-        becomes={State.CREDIT: "granted", State.COLD: "recovered", State.HEAD: "list opened"},
+        becomes={
+            State.CREDIT: "granted",
+            State.COLD: "recovered",
+            State.LOADING: "fetched from elsewhere",
+            State.HEAD: "list opened",
+        },
     ),
     State.CREDIT: Facts(
         "credit",
@@ -100,6 +105,7 @@ STATES: Final[dict[int, Facts]] = {
             State.LEASED: "read and verified",
             State.COLD: "nobody waits, not begun",
             State.DOOMED: "failed, purged, quarantined",
+            State.FREE: "it did not come from elsewhere, nobody waits",
         },
     ),
     State.DOOMED: Facts(

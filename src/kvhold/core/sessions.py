@@ -7,10 +7,12 @@ only when every one of its sessions has said so or is proved dead; a closed sock
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvhold.core.events import Reason, Role
+from kvhold.core import events as ev
+from kvhold.core.events import Lookup, Query, Reason, Role
 from kvhold.core.indexes import Index
 
 
@@ -18,10 +20,11 @@ class Phase(IntEnum):
     """Where an operation is. Its leases are its own in all but the last."""
 
     MATCHING = 0  # its keys are being looked up, slice by slice
-    WAITING = 1  # for reads
-    ANSWERED = 2
-    STARTED = 3  # workers may be reading
-    OVER = 4
+    ASKING = 1  # backings are asked for what nobody has here; then it is matched on
+    WAITING = 2  # for reads
+    ANSWERED = 3
+    STARTED = 4  # workers may be reading
+    OVER = 5
 
 
 @dataclass(slots=True)
@@ -36,6 +39,19 @@ class Part:
     @property
     def leased(self) -> list[int]:
         return self.rows[self.skip :] if self.skip else self.rows
+
+
+@dataclass(slots=True)
+class Search:
+    """How far others were asked for the keys of a question, part by part."""
+
+    event: Lookup | Query
+    part: int = 0  # which part is looked through
+    start: int = 0  # and from which of its keys on
+    reached: int = 0  # its keys that come before were asked for, if they had to be
+    asked: int = 0  # keys, of all parts
+    late: bool = False  # some did not say in time what they have
+    told: bool = False  # its owner knows that others are asked
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +73,13 @@ class Operation:
     asked: int = 0
     lacked: tuple[int, int] | None = None  # block_of and fingerprint of the first key that it did not get
     reason: Reason = Reason.NONE
+    search: Search | None = None  # once others were asked
+    asks: set[int] = field(default_factory=set)  # that it waits for
+
+    @property
+    def looks(self) -> bool:
+        """Whether it is a lookup: it leases nothing, and its answer is a :class:`Residency`."""
+        return self.search is not None and isinstance(self.search.event, Lookup)
 
     @property
     def ended(self) -> bool:
@@ -118,3 +141,15 @@ class Attachment:
         """The scheduler half and every rank are here, and every rank has mapped the arena."""
         mapped = sum(s.mapped for s in self.sessions.values() if s.role is Role.WORKER)
         return self.scheduler is not None and mapped == self.world
+
+
+def nonsense(attachment: Attachment, op: int, parts: Sequence[tuple[int, bytes]]) -> str:
+    """What is wrong with keys that cannot be meant; nothing is said of spaces that are not open."""
+    asked = 0
+    for number, keys in parts:
+        space = attachment.spaces.get(number)
+        count, torn = divmod(len(keys), space.index.key_bytes) if space is not None else (0, 0)
+        asked += count
+        if torn:
+            return f"operation {op}: keys are torn"
+    return f"operation {op} names {asked} keys, more than {ev.MAX_QUERY_KEYS}" if asked > ev.MAX_QUERY_KEYS else ""

@@ -5,8 +5,8 @@ amount of work; what is longer is left as a resumable piece, of which :meth:`Cor
 be carried out in order; bytes are exposed only after the change that protects them.
 
 Reading order: ``events``, ``rows``, ``arena``, ``recency``, ``lru``, ``backing``, ``indexes``, ``catalogue``,
-``eviction``, ``sessions``, ``turns``, ``forgetting``, ``credits``, ``reading``, ``placement``, ``storage``, ``log``,
-``budgets``, ``operations``, ``matching``, then this.
+``eviction``, ``sessions``, ``turns``, ``heard``, ``asking``, ``forgetting``, ``credits``, ``reading``, ``placement``,
+``storage``, ``log``, ``budgets``, ``operations``, ``fetching``, ``matching``, ``looking``, then this.
 """
 
 from collections import Counter
@@ -20,13 +20,15 @@ from kvhold.core.credits import Credits
 from kvhold.core.events import Effect, Event, Gone, Role
 from kvhold.core.eviction import POLICIES, Policy
 from kvhold.core.explain import explain
+from kvhold.core.fetching import Fetching
 from kvhold.core.forgetting import Forgetting
 from kvhold.core.limits import Limits
 from kvhold.core.listing import listing
+from kvhold.core.looking import Looking
 from kvhold.core.matching import Matching
 from kvhold.core.operations import Operations
 from kvhold.core.rows import State
-from kvhold.core.sessions import Attachment, Session
+from kvhold.core.sessions import Attachment, Operation, Phase, Session
 from kvhold.core.turns import Work
 
 
@@ -48,8 +50,10 @@ class Core:
         self.budgets = Budgets(self.common)
         self.operations = Operations(self.common, self.budgets)
         self.storage = self.operations.storage
-        self.matching = Matching(self.common, self.operations, self.budgets)
-        self.forgetting = Forgetting(self.common)
+        fetching = Fetching(self.common, self.operations, self.budgets)
+        self.matching = Matching(self.common, self.operations, self.budgets, fetching)
+        self.looking = Looking(self.common, self.operations, self.budgets, fetching)
+        self.forgetting = Forgetting(self.common, self.storage.asking)
         self.credits = Credits(self.common, self.storage, self.forgetting)
         self._current: dict[str, Attachment] = {}
         self._next_attachment = 1
@@ -80,14 +84,18 @@ class Core:
                 self.operations.started(event)
             case ev.Done():
                 return self.storage.done(event) + self.forgetting.done(event)
+            case ev.Found():
+                for operation in self.storage.found(event):
+                    self._go_on(operation)
             case ev.Tick():
+                self._ask_no_longer()
                 return self.operations.tick(event)
             case ev.Return():
                 return self.credits.give_back(event)
             case ev.AnswerNow():
                 return common.start(self.operations.answer_now(event), event.session, question=True)
             case ev.Lookup():
-                return common.start(self.matching.lookup(event), event.session, question=True)
+                return common.start(self.looking.lookup(event), event.session, question=True)
             case ev.Prepare():
                 return common.start(self.matching.prepare(event), event.session, question=True)
             case ev.RestoreFailed():
@@ -119,6 +127,19 @@ class Core:
             case ev.FromBacking():
                 self.storage.told(event)
         return []
+
+    def _go_on(self, operation: Operation) -> None:
+        """Others have said what they have, or not in time: in its owner's turn, go on with what was heard."""
+        operation.phase = Phase.MATCHING
+        way = self.looking if operation.looks else self.matching
+        self.common.turns.add(way.go_on(operation), operation.session, question=True)
+
+    def _ask_no_longer(self) -> None:
+        """Go on with those that have waited for others for too long: they are few, as all that wait are."""
+        while (operation := self.storage.asking.overdue()) is not None:
+            assert operation.search is not None
+            operation.search.late = True
+            self._go_on(operation)
 
     @property
     def has_work(self) -> bool:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvhold.core import events as ev
-from kvhold.core.backing import Backing
+from kvhold.core.asking import Asking
+from kvhold.core.backing import Backing, Io
 from kvhold.core.common import Common
 from kvhold.core.events import Effect
 from kvhold.core.log.backing import LogBacking
 from kvhold.core.log.events import LogOpened
 from kvhold.core.placement import Placement
 from kvhold.core.reading import Reading
+from kvhold.core.sessions import Operation
 
 KINDS: Final[dict[type[ev.BackingOpened], Callable[[Common, Any], Backing]]] = {LogOpened: LogBacking}
 """What each kind of backing begins as, by the word that there is one."""
@@ -35,7 +37,8 @@ class Storage:
     def __init__(self, common: Common, arrived: Callable[[Sequence[tuple[int, bool]]], list[Effect]]) -> None:
         self.backings, self.ios = common.backings.all, common.backings.ios
         self.placement = Placement(common)
-        self.reading = Reading(common, self.placement, arrived)
+        self.asking = Asking(common)
+        self.reading = Reading(common, self.placement, self.asking, arrived)
         self._common = common
         self._flushes: dict[int, _Flush] = {}
         self._next_flush = 1
@@ -59,14 +62,15 @@ class Storage:
 
     @property
     def writing(self) -> bool:
-        """Whether anything is still to be written that can be: objects, or word of what was forgotten."""
-        waits = any(backing.busy for backing in self.backings.values())
-        return waits or any(io.kind == "forget" for io in self.ios.values())
+        """Whether anything is still to be written here that can be: objects, or word of what was forgotten."""
+        asked = self._common.backings.asked
+        waits = any(backing.busy for number, backing in self.backings.items() if number not in asked)
+        return waits or any(io.kind == "forget" and io.backing.number not in asked for io in self.ios.values())
 
     def told(self, event: ev.FromBacking) -> None:
         """Word of one kind of backing: that there is one, or what it found."""
         if isinstance(event, ev.BackingOpened):
-            self.backings[event.backing] = KINDS[type(event)](self._common, event)
+            self._common.backings.add(KINDS[type(event)](self._common, event))
         else:
             self.backings[event.backing].told(event)
 
@@ -74,9 +78,8 @@ class Storage:
 
     def done(self, event: ev.Done) -> list[Effect]:
         """Exactly one answer to an I/O; any other is counted and ignored."""
-        io = self.ios.pop(event.io, None)
+        io = self._ended(event.io, asked=False)
         if io is None:
-            self._common.counters["stale_io"] += 1
             return []
         failed = set(event.failed)
         if io.kind == "read":
@@ -86,13 +89,26 @@ class Storage:
             self._common.counters[f"{io.kind}_failed"] += 1
         return self._flushed()
 
+    def found(self, event: ev.Found) -> list[Operation]:
+        """The same to an ask; the operations that can go on now."""
+        io = self._ended(event.io, asked=True)
+        return self.asking.found(io, event) if io is not None else []
+
+    def _ended(self, number: int, asked: bool) -> Io | None:
+        io = self.ios.get(number)
+        if io is None or (io.kind == "ask") is not asked:
+            self._common.counters["stale_io"] += 1
+            return None
+        return self.ios.pop(number)
+
     # --- flushes ------------------------------------------------------------------------------------------------
 
     def flush(self, session: int) -> list[Effect]:
         """Have what is queued now written and made durable; the session is told when it is."""
         number, self._next_flush = self._next_flush, self._next_flush + 1
-        self._flushes[number] = _Flush(session, len(self.backings))
-        for backing in self.backings.values():
+        keeping = [one for at, one in self.backings.items() if at not in self._common.backings.asked]
+        self._flushes[number] = _Flush(session, len(keeping))
+        for backing in keeping:
             backing.flush(number)
         return self._flushed()
 
@@ -126,4 +142,5 @@ class Storage:
     @property
     def next_deadline(self) -> int | None:
         """When :meth:`pump` may be able to do more than now, for want of nothing but time."""
-        return min((at for one in self.backings.values() if (at := one.next_deadline) is not None), default=None)
+        ends = [one.next_deadline for one in self.backings.values()]
+        return min((at for at in (*ends, self.asking.next_deadline) if at is not None), default=None)

@@ -24,7 +24,7 @@ COUNTERS = {
     "keys_not_stored": "Of the keys asked, those at and after the first one that is not here.",
     "keys_budget": "Of the keys asked, those cut off because too much is leased or being read.",
     "keys_too_large": "Of the keys asked, those of questions for more than can be had at once.",
-    "keys_deadline": "Of the keys asked, those that a log did not give in time.",
+    "keys_deadline": "Of the keys asked, those that a backing did not give, or say that it has, in time.",
     "keys_read_failed": "Of the keys asked, those at and after one that a log could not give.",
     "keys_out_of_service": "Of the keys asked, those in a log that is not asked at present.",
     "commits": "Objects stored.",

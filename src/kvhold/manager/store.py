@@ -10,7 +10,10 @@ class Store(Protocol):
     """One backing. No method waits for a device; what comes of it is told through ``tell``, from any thread."""
 
     def start(self, number: int, tell: Callable[[ev.Event], None]) -> None:
-        """Become the backing with this ``number``: tell what its kind has to say of that, then one Done per I/O."""
+        """Become the backing with this ``number``: tell what its kind has to say of that, then one Done per I/O.
+
+        A Found answers an Ask.
+        """
         ...
 
     def submit(self, effect: ev.ToBacking) -> None: ...

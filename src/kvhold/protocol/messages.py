@@ -17,6 +17,7 @@ class Tier:
     NOWHERE: Final = 0
     DRAM: Final = 1
     BACKING: Final = 2  # not in DRAM, but on SSD
+    ELSEWHERE: Final = 3  # not on this host, but a store that others fill as well says that it has it
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):

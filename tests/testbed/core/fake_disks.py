@@ -15,7 +15,7 @@ from kvhold.core.log.events import Stored
 from kvhold.core.log.segments import HEADER
 
 Name = tuple[bytes, int, bytes]
-Flying = lev.Write | lev.Read | lev.Reuse | lev.Seal | lev.Sync | lev.Forget | ev.Write | ev.Read | ev.Forget
+Flying = lev.Write | lev.Read | lev.Reuse | lev.Seal | lev.Sync | lev.Forget | ev.Write | ev.Read | ev.Forget | ev.Ask
 
 
 def name_of(stored: Stored) -> Name:
@@ -46,6 +46,7 @@ class FakeDisk:
         self.flying: dict[int, Flying] = {}
         self.cancelled: set[int] = set()
         self.answered: list[int] = []
+        self.ended: Flying | None = None  # what was answered last
         self.stores: dict[int, set[Name]] = {}  # what is in each store that finds objects by their name
         self._kept: dict[int, set[Name]] = {}  # of what is being written there, by I/O, what is not to be forgotten
         self.partial = False  # only old records are being forgotten
@@ -104,6 +105,8 @@ class FakeDisk:
                 self._take_forget(effect)
             case ev.Write() | ev.Read() | ev.Forget():
                 self._store_takes(effect)
+            case ev.Ask():
+                assert len(set(effect.names)) == len(effect.names) > 0
         self.flying[effect.io] = effect
 
     def _store_takes(self, effect: ev.Write | ev.Read | ev.Forget) -> None:
@@ -126,7 +129,7 @@ class FakeDisk:
                 names -= whole | set(effect.names)
 
     def _store_ends(self, io: ev.Write | ev.Read | ev.Forget, failing: Iterable[int]) -> ev.Done:
-        there = self.stores[io.backing]
+        there = self.stores.setdefault(io.backing, set())
         if isinstance(io, ev.Forget):
             return ev.Done(io.io, (0,) if set(failing) else ())
         failed = {position % len(io.objects) for position in failing}
@@ -196,11 +199,14 @@ class FakeDisk:
 
     # --- answers ------------------------------------------------------------------------------------------------
 
-    def finish(self, number: int, failing: Iterable[int] = ()) -> ev.Done:
-        """Carry out a flying I/O, all but the ``failing`` positions, and answer it."""
-        io = self.flying.pop(number)
+    def finish(self, number: int, failing: Iterable[int] = ()) -> ev.Done | ev.Found:
+        """Carry out a flying I/O, all but the ``failing`` positions, and answer it. An ask lies about those."""
+        io = self.ended = self.flying.pop(number)
         self.answered.append(number)
         self.cancelled.discard(number)
+        if isinstance(io, ev.Ask):
+            there, lies = self.stores.get(io.backing, set()), {position % len(io.names) for position in failing}
+            return ev.Found(number, tuple(at for at, name in enumerate(io.names) if (name in there) != (at in lies)))
         if type(io) in (ev.Write, ev.Read, ev.Forget):
             return self._store_ends(io, failing)
         if not isinstance(io, lev.Write | lev.Read):

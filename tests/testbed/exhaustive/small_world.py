@@ -5,7 +5,7 @@ the same for all states that differ in nothing that matters.
 """
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 from testbed.core.core_world import Slot, audit, known, offsets_of, pack, segment_of, slots_of
 from testbed.core.fake_disks import FakeDisk, Name
 from testbed.core.second_backing import StoreBacking, StoreOpened
+from testbed.core.shared_store import SharedBacking, SharedOpened
 
 from kvhold.core import Core
 from kvhold.core import events as ev
+from kvhold.core.asking import mark_of
 from kvhold.core.backing import Io
 from kvhold.core.events import Effect, Gone, Role
 from kvhold.core.eviction import POLICIES
@@ -33,7 +35,7 @@ NAMESPACES = (b"A", b"B")
 """By space number. A holds the chain of A0 and A1, B holds B0."""
 NAMES: dict[bytes, Name] = {A0: (b"A", 0, A0), A1: (b"A", 0, A1), B0: (b"B", 0, B0)}
 OP = 7
-STORE = 8
+STORE, SHARED = 8, 9
 MOST_REVISIONS = 2
 MOST_GENERATIONS = 2
 
@@ -54,6 +56,8 @@ class Setting:
     """Records that a segment has room for."""
     store: bool = False
     """There is a store that finds objects by their name."""
+    shared: tuple[bytes, ...] | None = None
+    """There is a store that others fill, too, and this is what they have put there."""
     found: tuple[bytes, ...] = ()
     """What the log has at the start: one object to a segment."""
     present: bool = True
@@ -83,6 +87,14 @@ LIMITS = Limits(
     hear_ns=2,
     stall_ns=11,
     retry_ns=3,
+    ask_ns=2,
+    ask_batch=1,
+    ask_keys=4,
+    asks=2,
+    heard=8,
+    there_ns=4,
+    absent_ns=2,
+    not_got_ns=6,
 )
 
 
@@ -112,6 +124,8 @@ class Owner:
     credits: dict[int, list[Slot]] = field(default_factory=dict)
     spent: Slot | None = None
     asked: Asked | None = None
+    looks: bool = False  # a lookup of it is not answered
+    replaced: bool = False  # and another question has taken its place
     announced: set[Name] = field(default_factory=set)  # told to be found, and not yet told to be gone
 
     @property
@@ -143,6 +157,9 @@ class SmallWorld:
             self._open_log()
         if setting.store:
             self._tell(StoreOpened(STORE))
+        if setting.shared is not None:
+            self.disk.stores[SHARED] = {NAMES[key] for key in setting.shared}
+            self._tell(SharedOpened(SHARED))
         if setting.present:
             for engine in (0, 1):
                 self.apply(("join", engine, Role.SCHEDULER))
@@ -227,6 +244,8 @@ class SmallWorld:
             yield "done", io, ()
             if not isinstance(effect, ev.Forget):
                 yield "done", io, (0,)
+            if isinstance(effect, ev.Ask):
+                yield "lost", io
         if self.disk.answered:
             yield ("done again",)
 
@@ -261,6 +280,8 @@ class SmallWorld:
             yield "prepare", engine, (A1,)
             if 1 in owner.credits:
                 yield "prepare", engine, (A0, B0)
+        if asked is None and self.setting.shared is not None and (owner.replaced or not owner.looks):
+            yield "lookup", engine
         if asked is not None:
             yield "again", engine
             yield "release", engine, 0
@@ -316,8 +337,10 @@ class SmallWorld:
         after, committed = self.known(), set[Name]()
         if isinstance(event, ev.Commit) and not any(isinstance(effect, ev.Refuse) for effect in effects):
             committed = {NAMES[event.keys[at : at + 2]] for at in range(0, len(event.keys), 2)}
+        elif isinstance(event, ev.Done):  # what has come from elsewhere
+            committed = set(after.keys() - before.keys())
         for owner in self.owners:
-            mine = isinstance(event, ev.Commit) and event.session == owner.scheduler
+            mine = isinstance(event, ev.Done) or (isinstance(event, ev.Commit) and event.session == owner.scheduler)
             should, removed = owner.announced | (committed if mine else set()), list[Name]()
             for effect in effects:
                 if isinstance(effect, ev.Added | ev.Removed) and effect.session == owner.scheduler:
@@ -423,7 +446,7 @@ class SmallWorld:
         assert owner.scheduler is not None
         space = 1 if B0 in keys else 0
         slots = self._slots(engine, space, len(keys), lie)
-        known = self.known()
+        known, expected = self.known(), self.expected()
         if lie == "right":
             for key, slot in zip(keys, slots, strict=True):
                 self.content[slot.offset] = NAMES[key]
@@ -431,7 +454,7 @@ class SmallWorld:
         shards = (UNIT * self.setting.sizes[space],) if lie != "shards" else ()
         parent = A0 if keys == (A1,) else b""
         effects = self._tell(ev.Commit(owner.scheduler, space, parent, 0, b"".join(keys), *pack(slots), shards))
-        if keys == (A1,) and NAMES[A0] not in known and NAMES[A1] not in known:
+        if keys == (A1,) and not {NAMES[A0], NAMES[A1]} & (known.keys() | expected):
             assert NAMES[A1] not in self.known(), "nobody can reach it"
         if lie != "right":
             self._nothing_happened(known, effects)
@@ -456,6 +479,7 @@ class SmallWorld:
         owner = self._sure(engine)
         assert owner.scheduler is not None
         owner.asked = asked
+        owner.replaced = owner.looks
         return owner.scheduler, asked.revision
 
     def _query(self, engine: int, keys: tuple[bytes, ...], skip: int) -> list[Effect]:
@@ -471,6 +495,13 @@ class SmallWorld:
         parts = tuple((NAMESPACES.index(NAMES[key][0]), key) for key in keys)
         used = ((0, A0),) if keys == (A1,) else ()
         return self._asking(engine, ev.Prepare(session, OP, revision, parts, used))
+
+    def _lookup(self, engine: int) -> list[Effect]:
+        owner = self._sure(engine)
+        assert owner.scheduler is not None
+        owner.looks, owner.replaced = True, False
+        parts = ((0, A0 + A1), (1, B0)) if 1 in owner.credits else ((0, A0 + A1),)
+        return self._tell(ev.Lookup(owner.scheduler, OP, parts))
 
     def _asking(self, engine: int, event: ev.Query | ev.Prepare) -> list[Effect]:
         refusals = self.refusals
@@ -516,7 +547,7 @@ class SmallWorld:
         return self._tell(ev.RestoreFailed(owner.scheduler, OP))
 
     def _purge(self, namespace: bytes) -> list[Effect]:
-        self.condemned |= {name for name in self.known() if namespace in (b"", name[0])}
+        self.condemned |= {name for name in self.known().keys() | self.expected() if namespace in (b"", name[0])}
         return self._tell(ev.Purge(namespace))
 
     def _tick(self, *behind: int) -> list[Effect]:
@@ -547,10 +578,15 @@ class SmallWorld:
     @property
     def timers(self) -> tuple[Any, ...]:
         ops = self.core.operations
-        return ops._answers, ops._leases, ops._unheard, ops._restores
+        return ops._answers, ops._leases, ops._unheard, ops._restores, self.core.storage.asking._begun
 
     def _done(self, io: int, failing: tuple[int, ...]) -> list[Effect]:
         return self._tell(self.disk.finish(io, failing))
+
+    def _lost(self, io: int) -> list[Effect]:
+        """A store could not be asked."""
+        self.disk.finish(io)
+        return self._tell(ev.Found(io, failed=True))
 
     def _done_again(self) -> list[Effect]:
         stale, known = self.core.counters["stale_io"], self.known()
@@ -575,12 +611,24 @@ class SmallWorld:
                     asked = self._asker(effect).asked
                     assert asked is not None
                     if isinstance(effect, ev.Waiting):
-                        assert (effect.revision, asked.phase) == (asked.revision, Phase.MATCHING)
-                        asked.phase = Phase.WAITING
+                        before = (Phase.MATCHING, Phase.ASKING) if effect.objects else (Phase.MATCHING,)
+                        assert effect.revision == asked.revision
+                        assert asked.phase in before
+                        asked.phase = Phase.WAITING if effect.objects else Phase.ASKING
                     else:
                         assert (effect.revision, asked.phase) == (asked.revision, Phase.ANSWERED), "it was in use"
                         assert effect.session not in self.behind, "its owner was not heard"
                         self._asker(effect).asked = None
+                case ev.Residency():
+                    owner = self._asker(effect)
+                    assert owner.looks, "it was answered already"
+                    owner.looks = owner.replaced = False
+                case ev.Ask():
+                    names = {*effect.names}
+                    assert names.isdisjoint(self.known()), "it is here"
+                    others = [io for io in self.disk.flying.values() if isinstance(io, ev.Ask)]
+                    assert all(names.isdisjoint(io.names) for io in others), "it is being asked for"
+                    self.disk.take(effect)
                 case ev.Write() | ev.Read() | ev.Forget() | lev.Reuse() | lev.Seal():
                     self.disk.take(effect)
                 case ev.Cancel():
@@ -594,7 +642,7 @@ class SmallWorld:
                     self.refusals += 1
         return effects
 
-    def _asker(self, effect: ev.Grant | ev.Answer | ev.Waiting | ev.Expired) -> Owner:
+    def _asker(self, effect: ev.Grant | ev.Answer | ev.Waiting | ev.Expired | ev.Residency) -> Owner:
         """The living owner that is told this."""
         return next(one for one in self.owners if one.scheduler == effect.session and not one.broken)
 
@@ -613,7 +661,7 @@ class SmallWorld:
         asked = owner.asked
         assert asked is not None
         assert (answer.op, answer.revision) == (OP, asked.revision), "the answer of another revision"
-        assert asked.phase in (Phase.MATCHING, Phase.WAITING), "it was answered already"
+        assert asked.phase < Phase.ANSWERED, "it was answered already"
         offsets = offsets_of(answer)
         assert 0 <= answer.resident <= len(asked.names)
         if asked.exact:
@@ -652,6 +700,17 @@ class SmallWorld:
             (index.namespace.name, index.group, key): catalogue.offset[row] if catalogue.state[row] in here else None
             for index in catalogue.indexes.values()
             for key, row in known(index).items()
+            if not catalogue.expected(row)
+        }
+
+    def expected(self) -> set[Name]:
+        """What is on its way from elsewhere, and nobody has here."""
+        catalogue = self.core.catalogue
+        return {
+            (index.namespace.name, index.group, key)
+            for index in catalogue.indexes.values()
+            for key, row in known(index).items()
+            if catalogue.expected(row)
         }
 
     def slots(self) -> dict[int, int]:
@@ -695,6 +754,9 @@ class SmallWorld:
             if not owner.broken and owner.asked is not None:
                 assert owner.asked.phase is not Phase.MATCHING, "no work is left, and no answer came"
                 assert owner.asked.phase is Phase.STARTED or core.next_deadline is not None
+            assert owner.broken or not owner.looks or owner.replaced or core.next_deadline is not None, (
+                "a lookup was never answered"
+            )
 
     def disk_agrees(self) -> None:
         """What is said to be in the log is there."""
@@ -720,6 +782,7 @@ class SmallWorld:
         for owner in self.owners:
             asked = owner.asked
             assert owner.broken or asked is None or asked.phase >= Phase.ANSWERED, "a question was never answered"
+            assert owner.broken or not owner.looks or owner.replaced, "a lookup was never answered"
         while self.owners:
             self._left(0, next(iter(self.owners[0].sessions.values())), Gone.DEAD)
             self.run()
@@ -918,6 +981,9 @@ class Canon:
                 sorted(map(repr, self.named(op.read))),
                 op.asked,
                 op.reason,
+                op.search and (op.search.part, op.search.start, op.search.reached, op.search.asked, op.search.late),
+                op.search and (op.looks, len(op.search.event.parts) if op.looks else op.search.event.keys),  # type: ignore
+                sorted(op.asks),
             )
             for op in held.operations.values()
         ]
@@ -941,7 +1007,13 @@ class Canon:
                 where = own.segment.number, own.segment.seq - io.backing.device.log.seq  # type: ignore[attr-defined]
             dirty = [self.dirty(one) for one in own.dirty]
             told.append((io.kind, where, self.named(io.rows), own.places, dirty, io.bytes, io.cancelled))
+        asking = storage.asking
+        told.append([(self.marks(ask.marks), list(map(self.operation, ask.waiting))) for ask in asking.asks.values()])
+        told.append([ask.cleared == asking.heard.cleared for ask in asking.asks.values()])
+        told.append(self.marks(asking.heard._marks))
         for backing in storage.backings.values():
+            if isinstance(backing, SharedBacking):
+                told.append(self.left(backing.asks))
             if isinstance(backing, StoreBacking):
                 epoch = self.catalogue.epoch
                 told.append([self.name(one.row) if epoch[one.row] == one.epoch else None for one in backing.queue])
@@ -958,6 +1030,15 @@ class Canon:
             told.append((list(log.free), list(log.fresh), [one.number for one in log.sealed], ends))
             told += [self.segment(log.seq, one) for _, one in sorted(log.segments.items())]
         return told
+
+    def marks(self, marks: Iterable[int]) -> Any:
+        """What keys are asked for, or what was heard of them and for how long that counts."""
+        heard, now, find = self.core.common.heard, self.world.now, self.catalogue.find
+        indexes = [(name, index) for name in NAMES.values() if (index := find(*name[:2])) is not None]
+        names = {mark_of(SHARED, index, name[2]): name for name, index in indexes}
+        until = dict(zip(heard._marks, heard._until, strict=True))
+        words = [(names.get(mark), heard.of(mark, now), max(0, until.get(mark, 0) - now)) for mark in marks if mark]
+        return [word for word in words if word[0] is not None and (word[1] or isinstance(marks, list))]
 
     def dirty(self, dirty: Any) -> Any:
         same = self.catalogue.epoch[dirty.row] == dirty.epoch
@@ -982,6 +1063,8 @@ class Canon:
             spent and (known, known and catalogue.epoch[spent.row] == spent.epoch),
             asked and (asked.revision, asked.exact, asked.names, asked.skip, asked.phase, asked.spoiled),
             asked and sorted(name for name, _, _ in asked.pieces),
+            owner.looks,
+            owner.replaced,
         )
 
     def disk(self) -> list[Any]:

@@ -395,7 +395,7 @@ FAULTS: Final = (
     # --- reads
     Fault(
         "what is skipped is leased and read",
-        "_match_chain",
+        "_match_next",
         "max(0, part.skip - start)",
         "0",
         "what was not chosen is not read",
@@ -423,9 +423,9 @@ FAULTS: Final = (
     ),
     Fault(
         "a second completion counts again",
-        "done",
-        "_.pop(event.io, None)",
-        "self.ios.get(event.io)",
+        "_ended",
+        "_.pop(number)",
+        "io",
         "every I/O ends once",
     ),
     Fault(
@@ -453,7 +453,7 @@ FAULTS: Final = (
     Fault(
         "what a log gives up is lost though another backing has it",
         "_reclaim",
-        "cold and not catalogue.there[row]",
+        "cold and not catalogue.there[row] & catalogue.backings.keeping",
         "cold",
         "an object is kept as long as any backing has it",
     ),
@@ -495,7 +495,7 @@ FAULTS: Final = (
     Fault(
         "what leaves one of two backings counts as being in none",
         "withdraw",
-        "self.backed -= not self.kept(row)",
+        "self.backed -= before - self.kept(row)",
         "self.backed -= 1",
         "what is in backings adds up",
     ),
@@ -505,6 +505,77 @@ FAULTS: Final = (
         "self.kept(row)",
         "self.place[row]",
         "what any backing has can be found",
+    ),
+    # --- what nobody has here
+    Fault(
+        "others are asked for what is private",
+        "worth",
+        "not index.private",
+        "True",
+        "what is private concerns nobody else",
+    ),
+    Fault(
+        "the same key is asked for twice",
+        "ask",
+        "self._under_way.get(mark)",
+        "None",
+        "equal asks are shared",
+    ),
+    Fault(
+        "a question waits for who says nothing",
+        "overdue",
+        "self._common.now - self._common.limits.ask_ns",
+        "-1",
+        "a question has an answer",
+    ),
+    Fault(
+        "a question that is over is still asked for",
+        "leave",
+        "del _.waiting[operation]",
+        "",
+        "an operation is answered once, and ends",
+    ),
+    Fault(
+        "what was said before a purge is believed after it",
+        "found",
+        "ask.cleared == self.heard.cleared",
+        "True",
+        "a purge forgets what was heard",
+    ),
+    Fault(
+        "what did not come is tried again at once",
+        "note",
+        "self._words[at] == NOT_GOT != word and now < self._until[at]",
+        "False",
+        "what could not be got is left alone for a while",
+    ),
+    Fault(
+        "what did not come keeps its slot",
+        "unfill",
+        "self.leases[row] = 0\nself.remove(row)",
+        "",
+        "what nobody waits for is free",
+    ),
+    Fault(
+        "what is on its way is told to be there",
+        "_told",
+        "not expected(row)",
+        "True",
+        "who watches is told what can be found",
+    ),
+    Fault(
+        "what a store that is asked has is kept here",
+        "kept",
+        "self.there[row] & self.backings.keeping",
+        "self.there[row]",
+        "what is elsewhere is no object of this host",
+    ),
+    Fault(
+        "a fetch is taken beyond the budget",
+        "fetch",
+        "self._budgets.room(operation.attachment) < index.size",
+        "False",
+        "what is leased and on its way has a bound",
     ),
     # --- logs
     Fault(

@@ -47,6 +47,14 @@ LIMITS = {
     "hear_ns": 10,
     "stall_ns": 120,
     "retry_ns": 80,
+    "ask_ns": 15,
+    "ask_batch": 3,
+    "ask_keys": 8,
+    "asks": 2,
+    "heard": 4096,
+    "there_ns": 60,
+    "absent_ns": 20,
+    "not_got_ns": 200,
 }
 """Little of everything, so that budgets and deadlines are met often."""
 
@@ -109,6 +117,7 @@ class Asked:
     chosen: list[Name] = field(default_factory=list)  # what may be read for it
     crowded: bool = False  # there were too many questions, or answers
     waits: bool = False
+    asks: bool = False  # it was told that others are asked
     read: set[Name] = field(default_factory=set)  # from a log, since it was asked
     awaited: set[Name] = field(default_factory=set)  # of those, what it was told to wait for
     answered: int | None = None  # when
@@ -117,6 +126,13 @@ class Asked:
     short: bool = False
     spoiled: bool = False
     pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Look:
+    """A lookup that is not answered: what it names, part by part."""
+
+    parts: list[list[Name]]
 
 
 @dataclass
@@ -130,6 +146,7 @@ class Engine:
     spaces: dict[int, Space] = field(default_factory=dict)
     spent: list[Slot] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)
+    looks: dict[int, Look] = field(default_factory=dict)
     recalled: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -143,7 +160,7 @@ class Engine:
 
     @property
     def pending(self) -> int:
-        return sum(one.answered is None for one in self.asked.values())
+        return sum(one.answered is None for one in self.asked.values()) + len(self.looks)
 
     def held(self) -> list[tuple[int, int]]:
         credits = [(slot.offset, space.size) for space in self.spaces.values() for slot in space.credits.values()]
@@ -190,6 +207,13 @@ class CoreModel:
         self.steady: set[Name] = set()  # what was known all the time since a listing has begun
         self.ever: set[Name] = set()  # and what was at any time
         self.private: set[bytes] = set()  # namespaces of one instance each
+        self.shared: list[int] = []  # stores that are asked
+        self.said: dict[tuple[int, int, bytes], int] = {}  # until when it counts what one has said of a key
+        self.believed: set[Name] = set()  # what any was ever said to have
+        self.not_got: dict[tuple[int, int, bytes], int] = {}  # until when it is not tried again
+        self.asking: dict[int, int] = {}  # by ask that is not answered, how many purges there had been
+        self.purges = 0
+        self.overtaken: set[tuple[Name, int]] = set()  # what was on its way from elsewhere at a purge, and where to
         self.next_session = 1
         self.behind: frozenset[int] = frozenset()  # sessions that have said something which is not handled yet
         self.unheard: dict[int, int] = {}  # by session, until when its leases may outlive their time, as it was behind
@@ -203,7 +227,23 @@ class CoreModel:
             (index.namespace.name, index.group, key): catalogue.offset[row] if catalogue.state[row] in here else None
             for index in catalogue.indexes.values()
             for key, row in known(index).items()
+            if not catalogue.expected(row)
         }
+
+    def expected(self) -> dict[Name, int]:
+        """What is on its way from elsewhere and nobody has here, and where to."""
+        catalogue = self.core.catalogue
+        return {
+            (index.namespace.name, index.group, key): catalogue.offset[row]
+            for index in catalogue.indexes.values()
+            for key, row in known(index).items()
+            if catalogue.expected(row)
+        }
+
+    def told_of(self, backing: int, name: Name) -> tuple[int, int, bytes]:
+        """What one backing says something about."""
+        index = self.core.catalogue.find(*name[:2])
+        return backing, index.id if index is not None else 0, name[2]
 
     def before(self) -> Before:
         core, states = self.core, self.core.accounts()
@@ -223,11 +263,15 @@ class CoreModel:
         """
         fresh = fresh or {}
         before = self.before()
+        fetched = self.comes(event) if isinstance(event, ev.Done) else {}
+        fresh |= {name: {offset} for name, offset in fetched.items()}
         if isinstance(event, ev.Done) and event.io in self.reading:
             names = [name for at, name in enumerate(self.reading.pop(event.io)) if at not in event.failed]
             for one in [one for engine in self.engines for one in engine.asked.values() if one.answered is None]:
                 one.read.update(names)
                 one.awaited.update(names if one.waits else ())
+        if isinstance(event, ev.Found) and isinstance(self.disk.ended, ev.Ask):
+            self.hears(event, self.disk.ended)
         if event is None:
             self.log.append((None, self.now))
             effects = self.core.step()
@@ -245,6 +289,7 @@ class CoreModel:
         self.moved(event, before, fresh, effects)
         self.budgets(event, before, effects)
         self.doomed -= fresh.keys()
+        self.doomed |= {name for name, offset in fetched.items() if (name, offset) in self.overtaken and name in after}
         self.condemned |= {name for name in fresh if self.purging & {b"", name[0]}}
         for effect in effects:
             self.effect(effect, before)
@@ -256,7 +301,68 @@ class CoreModel:
         if not self.core.has_work:
             assert self.doomed.isdisjoint(after), "it outlived a purge"
             self.condemned, self.doomed, self.ending, self.purging = set(), set(), set(), set()
+            self.overtaken.clear()
         return effects
+
+    def comes(self, event: ev.Done) -> dict[Name, int]:
+        """What comes from elsewhere with the end of a read. What does not come is not tried again for a while."""
+        flying, expected = self.disk.ended, self.expected()
+        if not isinstance(flying, ev.Read) or flying.io != event.io or event.io not in self.core.storage.ios:
+            return {}
+        mine = {at: name_of(stored) for at, stored in enumerate(flying.objects) if name_of(stored) in expected}
+        cancelled = self.core.storage.ios[event.io].cancelled
+        for at, name in mine.items():
+            if at in event.failed and not cancelled:
+                self.not_got[self.told_of(flying.backing, name)] = self.now + 1 + self.limits.not_got_ns
+        return {name: expected[name] for at, name in mine.items() if at not in event.failed}
+
+    def hears(self, event: ev.Found, flying: ev.Ask) -> None:
+        """What a store said counts for a while, if no purge came between."""
+        if event.failed or self.asking.pop(flying.io) != self.purges:
+            return
+        for at, name in enumerate(flying.names):
+            there = at in event.there
+            lasts = self.limits.there_ns if there else self.limits.absent_ns
+            self.said[self.told_of(flying.backing, name)] = self.now + 1 + lasts
+            self.believed |= {name} if there else set()
+
+    def asks(self, ask: ev.Ask) -> None:
+        """Others are asked for what somebody wants to know, once, and not for what is private or here or was heard."""
+        assert ask.backing in self.shared
+        assert len(ask.names) <= self.limits.ask_batch
+        wanted = {name for engine in self.engines for one in engine.asked.values() for name in one.names[one.skip :]}
+        wanted |= {
+            name for engine in self.engines for one in engine.looks.values() for part in one.parts for name in part
+        }
+        assert set(ask.names) <= wanted, "nobody wants to know"
+        others = [io for io in self.disk.flying.values() if isinstance(io, ev.Ask) and io.backing == ask.backing]
+        assert len(others) < self.limits.asks
+        for name in ask.names:
+            assert name[0] not in self.private
+            assert name not in self.seen
+            assert not any(name in io.names for io in others), "it is being asked for"
+            assert self.said.get(self.told_of(ask.backing, name), 0) <= self.now, "it was said just now"
+            assert self.not_got.get(self.told_of(ask.backing, name), 0) <= self.now, "it did not come just now"
+        self.asking[ask.io] = self.purges
+
+    def fetches(self, read: ev.Read) -> None:
+        """What nobody has here is read from where it was said to be, and not where it did not come from just now."""
+        expected = self.expected()
+        for stored in read.objects:
+            name = name_of(stored)
+            if expected.get(name) == stored.offset:
+                assert name in self.believed
+                assert name[0] not in self.private
+                assert self.not_got.get(self.told_of(read.backing, name), 0) <= self.now
+
+    def looked(self, residency: ev.Residency) -> None:
+        """Elsewhere is what was ever said to be there."""
+        look = self.owners[residency.session].looks.pop(residency.op, None)
+        for tiers, names in zip(residency.tiers, look.parts, strict=True) if look is not None else ():
+            assert len(tiers) in (0, len(names))
+            assert {
+                name for name, tier in zip(names, tiers, strict=False) if tier == ev.Tier.ELSEWHERE
+            } <= self.believed
 
     def forgotten(self, before: Before) -> None:
         """What is private is forgotten as soon as its instance has it open no more, and nothing else ever is."""
@@ -272,6 +378,9 @@ class CoreModel:
             wanted = {name for engine in self.engines for one in engine.asked.values() for name in one.chosen}
             assert {name_of(stored) for stored in effect.objects} <= wanted | self.ending, "nobody asked for that"
             self.reading[effect.io] = [name_of(stored) for stored in effect.objects]
+            self.fetches(effect)
+        if isinstance(effect, ev.Ask):
+            self.asks(effect)
         if isinstance(effect, ev.ToBacking):
             self.disk.take(effect)  # type: ignore[arg-type]
             if isinstance(effect, ev.Read | ev.Write):
@@ -292,8 +401,10 @@ class CoreModel:
                 assert one.revision == effect.revision
                 assert not one.waits
                 assert one.answered is None
-                assert effect.objects > 0
-                one.waits = True
+                assert effect.objects or (self.shared and not one.asks and not one.exact)
+                one.waits, one.asks = effect.objects > 0, True
+            case ev.Residency():
+                self.looked(effect)
             case ev.Expired():
                 engine = self.halves[effect.session].engine
                 one = engine.asked.pop(effect.op)
@@ -377,14 +488,19 @@ class CoreModel:
             should, removed = set(space.announced), list[Name]()
             if isinstance(event, ev.Commit) and (event.session, event.space) == (who, number) and not refused:
                 should |= set(space.names(two_by_two(event.keys)))
+            if isinstance(event, ev.Done):
+                should |= {name for name in fresh if name[:2] == (space.namespace, space.group)}
             for effect in told:
                 if (effect.session, effect.space) != (who, number):
                     continue
                 names = space.names(two_by_two(effect.keys))
                 assert 0 < len(names) <= SLICE
                 if isinstance(effect, ev.Added):
-                    assert isinstance(event, ev.Commit)
-                    assert event.session == who
+                    if isinstance(event, ev.Done):
+                        assert set(names) <= fresh.keys(), "it did not come"
+                    else:
+                        assert isinstance(event, ev.Commit)
+                        assert event.session == who
                     space.announced |= set(names)
                 else:
                     space.announced -= set(names)
@@ -479,7 +595,7 @@ class CoreModel:
         reason, resident = answer.reason, answer.resident
         if reason is Reason.NONE:
             assert resident == len(one.names)
-        if one.exact or one.waits or one.crowded:
+        if one.exact or one.waits or one.asks or one.crowded:
             return
         assert (resident < len(one.names)) == bool(reason)
         if len(one.names) <= SLICE:
@@ -490,7 +606,7 @@ class CoreModel:
                 assert before.view.get(name) is None
                 assert name not in before.view or self.core.storage.backings  # in a segment that is being given up
             case Reason.BUDGET:
-                assert one.names[resident] in before.view
+                assert one.names[resident] in before.view or one.names[resident] in self.believed
             case Reason.DEADLINE | Reason.READ_FAILED:
                 assert len(one.names) > SLICE, "it did not wait"  # a read may end while other slices are matched
 
@@ -574,7 +690,8 @@ class CoreModel:
     def check_operations(self) -> None:
         for engine in self.engines:
             attachment = self.core.sessions[next(iter(engine.halves))].attachment
-            assert attachment.operations.keys() == engine.asked.keys()
+            known = attachment.operations.keys() | (engine.looks.keys() if self.core.has_work else set())
+            assert known == engine.asked.keys() | engine.looks.keys()  # a lookup is none if nothing can be asked
 
     def check_rest(self) -> None:
         """With no work left, nothing is held but by an engine or an I/O, and nobody waits for nothing."""
@@ -582,6 +699,7 @@ class CoreModel:
         if core.has_work:
             return
         queued, unanswered = bool(core.storage.reading.queued), False
+        asks = any(isinstance(io, ev.Ask) for io in self.disk.flying.values())
         held, extents = Counter[str](), set(self.disk.extents)
         for engine in self.engines:
             for space in engine.spaces.values():
@@ -590,8 +708,9 @@ class CoreModel:
                 extents.update((piece.offset, piece.size) for piece in one.pieces)
                 unanswered |= one.answered is None
                 if one.answered is None and not engine.broken:
-                    assert one.waits, "a question was never answered"
-                    assert queued or any(map(self.disk.reads, one.chosen)), "it waits for nothing"
+                    assert one.waits or one.asks, "a question was never answered"
+                    assert queued or asks or any(map(self.disk.reads, one.chosen)), "it waits for nothing"
+            assert asks or not engine.looks or engine.broken, "a lookup was never answered"
         assert (states["credit"], states["orphaned"]) == (held["credit"], held["orphaned"])
         rest = states["leased"] + states["doomed"] + states["loading"] - sum(size for _, size in extents)
         assert rest >= 0

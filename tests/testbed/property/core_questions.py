@@ -12,6 +12,7 @@ from testbed.core.fake_disks import Name
 from testbed.property.core_model import (
     Asked,
     Engine,
+    Look,
     Space,
     said,
     two_by_two,
@@ -152,11 +153,14 @@ class Questions(Engines):
             self.refused(self.do(event), event.session)
         elif one.space is None and not nothing:
             self.over(engine, op)
+            engine.looks.pop(op, None)
             assert said(self.do(event)) == detached
         else:
-            pending = engine.pending - (former is not None and former.answered is None)
+            replaced = former is not None or op in engine.looks
+            pending = engine.pending - (op in engine.looks or (former is not None and former.answered is None))
             crowded = pending >= self.limits.queries
-            crowded |= len(engine.asked) - (former is not None) >= self.limits.operations
+            crowded |= len(engine.asked) + len(engine.looks) - replaced >= self.limits.operations
+            engine.looks.pop(op, None)
             self.over(engine, op)
             share = min(self.limits.engine_share, self.limits.prepared_share)
             large = demand > share * self.core.arena.total
@@ -166,7 +170,7 @@ class Questions(Engines):
             answers = [effect for effect in self.do(event) if isinstance(effect, ev.Answer) and effect.op == op]
             if crowded:
                 assert [(a.resident, a.reason) for a in answers] == [(0, Reason.BUDGET)]
-            elif former is None:
+            elif not replaced:
                 assert not large or [a.reason for a in answers] == [Reason.TOO_LARGE]
                 assert large or all(answer.reason is not Reason.TOO_LARGE for answer in answers)
 
@@ -178,6 +182,24 @@ class Questions(Engines):
         for other in (number, number + 1):
             if self.speakers():
                 self.query(other, which, chain, length, skip, "far", number % 6, 4)
+
+    @precondition(lambda self: self.shared and self.speakers())
+    @rule(number=small, which=small, chain=st.integers(0, 2), length=st.integers(1, 9), twice=st.booleans())
+    def elsewhere(self, number: int, which: int, chain: int, length: int, twice: bool) -> None:
+        """A prompt comes that other hosts have computed; they say so at once, and what they have comes later."""
+        engine = self.speaker(number)
+        op = next((op for op in range(6) if op not in engine.asked), 5)
+        _, space = self.some_space(engine, which)
+        if space is None:
+            return
+        there = self.disk.stores.setdefault(self.shared[number % len(self.shared)], set())
+        there |= {(space.namespace, space.group, key(chain, position)) for position in range(length)}
+        for who in (number, number + 1)[: 1 + twice]:
+            if self.speakers():
+                self.query(who, which, chain, length, 0, "far", op, 4)
+        for io in [number for number, io in self.disk.flying.items() if isinstance(io, ev.Ask)]:
+            self.do(self.disk.finish(io))
+            self.drain()
 
     @precondition(lambda self: self.speakers())
     @rule(number=small, parts=st.lists(st.tuples(small, st.integers(0, 1), st.integers(0, 6)), max_size=3), torn=rarely)
@@ -201,16 +223,59 @@ class Questions(Engines):
         hungry = bool(self.core.credits._hungry)  # who wants credits looks for them at every event
         before = [*map(list, (catalogue.stamp, catalogue.older, catalogue.leases, catalogue.state, catalogue.bytes))]
         seen = self.seen
+        engine.looks[99] = Look(names)  # if it is to be asked for
         effects = self.do(event)
-        while not any(isinstance(effect, ev.Residency) for effect in effects):
-            effects = effects + self.do(None)
+        while not any(isinstance(effect, ev.Residency) and effect.op == 99 for effect in effects):
+            if not self.core.has_work:
+                hungry = True  # others go on, too
+            effects = effects + (self.do(None) if self.core.has_work else self.do(self.disk.finish(self.an_ask())))
+        engine.looks.pop(99, None)
         here = [*map(list, (catalogue.stamp, catalogue.older, catalogue.leases, catalogue.state, catalogue.bytes))]
         assert hungry or here == before or said(effects) != effects
-        (residency,) = [effect for effect in effects if isinstance(effect, ev.Residency)]
+        (residency,) = [effect for effect in effects if isinstance(effect, ev.Residency) and effect.op == 99]
         tiers = [[0 if n not in seen else 1 if seen[n] is not None else 2 for n in part] for part in names]
         expected = tuple(bytes(part) if ok else b"" for part, ok in zip(tiers, known, strict=True))
-        assert residency == ev.Residency(engine.scheduler.id, 99, expected) or seen != self.seen
-        assert self.core.counters["keys_asked"] == counters["keys_asked"]
+        found = tuple(part.replace(b"\3", b"\0") for part in residency.tiers)
+        assert replace(residency, tiers=found) == ev.Residency(engine.scheduler.id, 99, expected) or seen != self.seen
+        assert self.shared or found == residency.tiers
+        answers = any(isinstance(effect, ev.Answer) for effect in effects)  # of others, which have heard of it, too
+        assert self.core.counters["keys_asked"] == counters["keys_asked"] or (answers and self.shared)
+
+    def an_ask(self) -> int:
+        return min(number for number, io in self.disk.flying.items() if isinstance(io, ev.Ask))
+
+    @precondition(lambda self: self.shared and self.speakers())
+    @rule(
+        number=small,
+        parts=st.lists(st.tuples(small, st.integers(0, 2), st.integers(0, 12)), min_size=1, max_size=3),
+        op=st.integers(0, 5),
+    )
+    def look(self, number: int, parts: list[tuple[int, int, int]], op: int) -> None:
+        """A lookup of which nobody waits for the answer; what else has its name goes on, or takes its place."""
+        engine = self.speaker(number)
+        spaces = [self.some_space(engine, which) for which, _, _ in parts]
+        if any(space is None for _, space in spaces):
+            return
+        names = [
+            space.names([key(chain, position) for position in range(length)])
+            for (_, space), (_, chain, length) in zip(spaces, parts, strict=True)
+            if space is not None
+        ]
+        packed = tuple((at, b"".join(name[2] for name in part)) for (at, _), part in zip(spaces, names, strict=True))
+        free = not engine.broken and engine.ready and op not in engine.asked
+        self.drain()  # what nobody else can have is answered without an operation, whatever comes after it
+        crowded = engine.pending - (op in engine.looks) >= self.limits.queries
+        crowded |= len(engine.asked) + len(engine.looks) - (op in engine.looks) >= self.limits.operations
+        if not engine.broken:
+            engine.looks.pop(op, None)
+        if free and not crowded:
+            engine.looks[op] = Look(names)
+        self.do(ev.Lookup(engine.scheduler.id, op, packed))
+        if not engine.broken and op not in self.core.sessions[engine.scheduler.id].attachment.operations:
+            engine.looks.pop(op, None)  # it is answered with what is known here
+        if crowded:
+            self.drain()
+            assert op not in engine.looks or not free, "it waits with too many"
 
     @precondition(lambda self: self.speakers())
     @rule(number=small, which=small, meanwhile=st.lists(st.sampled_from(["io", "store", "step"]), max_size=3))
@@ -263,7 +328,7 @@ class Questions(Engines):
         engine = holders[number % len(holders)]
         op = sorted(engine.asked)[which % len(engine.asked)]
         one = engine.asked[op]
-        waits = one.waits and one.answered is None and not older and not engine.broken
+        waits = (one.waits or one.asks) and one.answered is None and not older and not engine.broken
         assert said(self.do(ev.AnswerNow(engine.scheduler.id, op, one.revision - older))) == []
         if waits:
             self.drain()

@@ -11,6 +11,7 @@ from hypothesis.stateful import (
 from testbed.core.core_world import Slot, pack
 from testbed.core.fake_disks import Name
 from testbed.core.second_backing import StoreOpened
+from testbed.core.shared_store import SharedOpened
 from testbed.property.core_model import (
     PAGE,
     PAGES,
@@ -98,6 +99,7 @@ class Engines(CoreModel):
         recovered=st.sampled_from([True, True, True, False]),
         diligence=st.sampled_from([4, 4, 1, 0]),
         stores=st.sampled_from([0, 0, 1, 1, 2]),
+        shared=st.sampled_from([0, 1, 0, 1, 2]),
     )
     def begin(
         self,
@@ -110,6 +112,7 @@ class Engines(CoreModel):
         recovered: bool,
         diligence: int,
         stores: int = 0,
+        shared: int = 0,
     ) -> None:
         """Two engines that share a namespace, and something stored; rules take it apart again."""
         self.diligence = diligence  # writes that end with each commit
@@ -120,6 +123,10 @@ class Engines(CoreModel):
             self.adopt(log, segments, found if log == 0 else [], geometry)
         for store in range(logs, logs + stores):
             self.do(StoreOpened(store))
+        for store in range(logs + stores, logs + stores + shared):
+            self.shared.append(store)
+            self.do(SharedOpened(store))
+            self.others_store(store, 0, geometry, 6)
         if recovered:
             while self.recovering or self.unready:
                 self.recover()
@@ -161,6 +168,17 @@ class Engines(CoreModel):
             if (index is None or index.shards == shards) and name not in self.seen and name not in self.unrecovered:
                 fresh[name] = {None}
         self.do(event, fresh)
+
+    def others_store(self, store: int, chain: int, geometry: int, length: int) -> None:
+        """Engines of other hosts fill a store."""
+        namespace, group, _ = geometry_of(geometry, 1)
+        there = self.disk.stores.setdefault(store, set())
+        there |= {(namespace, group, key(chain, position)) for position in range(length)}
+
+    @precondition(lambda self: self.shared)
+    @rule(number=small, chain=st.integers(0, 2), geometry=st.integers(0, 2), length=st.integers(1, 12))
+    def stored_elsewhere(self, number: int, chain: int, geometry: int, length: int) -> None:
+        self.others_store(self.shared[number % len(self.shared)], chain, geometry, length)
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -273,10 +291,19 @@ class Engines(CoreModel):
         self.condemned |= names
         self.doomed |= names
         self.purging.add(namespace)
+        self.overtake(namespace)
         waiting = {record[:3] for event in self.recovering for record in event.records}
         self.unrecovered |= {name for name in waiting if namespace in (b"", name[0])}
         told = [effect.namespace for effect in self.do(ev.Purge(namespace)) if isinstance(effect, ev.Forget)]
         assert [one for one in told if one is not None] == [namespace] * len(self.core.storage.backings)
+
+    def overtake(self, namespace: bytes, old: bool = False) -> None:
+        """What was heard is not believed any more; what is on its way from elsewhere goes, but with what is old."""
+        self.purges += 1
+        self.said.clear()
+        self.not_got.clear()
+        if not old:
+            self.overtaken |= {pair for pair in self.expected().items() if namespace in (b"", pair[0][0])}
 
     @rule(namespace=st.sampled_from([b"", *NAMESPACES]), older=st.sampled_from([1, 30, 1000]))
     def purge_old(self, namespace: bytes, older: int) -> None:
@@ -285,6 +312,7 @@ class Engines(CoreModel):
             return  # whether a record is that old is told by its segment
         self.condemned |= {name for name in self.seen if namespace in (b"", name[0])}
         self.purging.add(namespace)
+        self.overtake(namespace, old=True)
         self.disk.partial = True
         self.do(ev.Purge(namespace, older))
         self.disk.partial = False
@@ -411,7 +439,7 @@ class Engines(CoreModel):
                 continue
             engine.spent.append(space.credits.pop(slot.row))
             known = name in fresh or self.seen.get(name) is not None or self.loading(name)
-            reached = not former[2] or {former, name} & (self.seen.keys() | fresh.keys())
+            reached = not former[2] or {former, name} & (self.seen.keys() | fresh.keys()) or self.loading(former)
             if known:
                 expected["duplicates"] += 1
             elif chained(space.group) and not reached:

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 from testbed.core.core_world import NAMESPACE, SLOT, Engine, World, chain
+from testbed.core.shared_store import SharedOpened
 
 from kvhold.core import events as ev
 from kvhold.core.audit import RULES
 from kvhold.core.eviction import POLICIES
+from kvhold.core.heard import Heard
 from kvhold.core.indexes import Index, Namespace
 from kvhold.core.limits import Quota
 from kvhold.core.log.segments import HEADER, Segment
@@ -25,6 +27,10 @@ def world(policy: str = "lru") -> World:
     one.query(chain(6), op=1)
     made.settle(one.query_event(chain(1, "on"), op=2))
     made.engine("two", slots=4, watch=True)
+    made.handle(SharedOpened(1))
+    made.settle(one.query_event(chain(2, "what"), op=3))
+    made.settle(ev.Lookup(one.scheduler, 4, ((0, b"".join(chain(9, "else"))),)))
+    made.settle(made.disk.finish(max(made.disk.flying)))
     assert made.core.audit() == []
     assert {*made.core.catalogue.state} >= {State.CREDIT, State.LEASED, State.LOADING, State.COLD, State.HEAD}
     return made
@@ -77,6 +83,11 @@ def other_list(made: World) -> None:
     """A list's oldest is another list's."""
     cat = made.core.catalogue
     cat.newer[index(made).recency.head] = cat.newer[cat.cold_list.head]
+
+
+def heard_twice(heard: Heard) -> None:
+    at = heard._until.index(max(heard._until))
+    heard._marks[at - 1], heard._until[at - 1] = heard._marks[at], 1
 
 
 def two_events(made: World) -> None:
@@ -239,7 +250,11 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     # --- backings
     "no record": (
         set_row("place", State.COLD, lambda w: 0),
-        "what has no slot, or is being read, is in a backing; and only what can be found is in one",
+        "what has no slot, or is being read, is in a backing, or comes from one that is asked",
+    ),
+    "a record of nothing": (
+        set_row("place", State.CREDIT, lambda w: w.core.catalogue.place[row(w, State.COLD)]),
+        "only what can be found is in a backing",
     ),
     "one record of two": (
         set_row("place", State.LEASED, lambda w: w.core.catalogue.place[row(w, State.COLD)]),
@@ -284,6 +299,23 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "roles": (
         lambda w: device(w).log.sealed.clear(),
         "a segment is sealed, open, next, being begun or being given up, and one of these alone",
+    ),
+    # --- elsewhere
+    "a bit that keeps": (
+        lambda w: put(w.core.common.backings, "keeping", 0xFF),
+        "all and only backings that are asked have bits that keep nothing",
+    ),
+    "an ask that nobody knows": (
+        lambda w: w.core.storage.asking.asks.clear(),
+        "all and only asks that are not answered are known, and no key is in two of one backing",
+    ),
+    "a question that waits for nothing": (
+        lambda w: held(w).operations[3].asks.clear(),
+        "all and only questions that are ASKING wait for asks, until a deadline, and these for them",
+    ),
+    "heard twice": (
+        lambda w: heard_twice(w.core.common.heard),
+        "what was heard is remembered of each key once",
     ),
     "order": (
         lambda w: device(w).log.sealed.append(Segment(0, 0, 0)),

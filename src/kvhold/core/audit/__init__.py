@@ -4,12 +4,13 @@ Whoever adds a collection or a count adds its rule here: the stateful model and 
 every event, and ``kvhold serve --audit`` while it serves. A rule is about the core's own books alone: whether they are
 right is for the models in the tests to say.
 
-``rules`` says what a rule is; ``memory``, ``objects``, ``recency``, ``owners`` and ``backings`` have them.
+``rules`` says what a rule is; ``memory``, ``objects``, ``recency``, ``owners``, ``backings`` and ``elsewhere`` have
+them.
 """
 
-from kvhold.core.audit import backings, memory, objects, owners, recency
+from kvhold.core.audit import backings, elsewhere, memory, objects, owners, recency
 from kvhold.core.audit.rules import Finding, Rules
 
-RULES = Rules(memory, objects, recency, owners, backings)
+RULES = Rules(memory, objects, recency, owners, backings, elsewhere)
 
 __all__ = ["RULES", "Finding"]

@@ -39,10 +39,18 @@ SEGMENTS: Things[tuple[LogBacking, Segment]] = Things(
 # --- any backing ------------------------------------------------------------------------------------------------
 
 
-@each(ROWS, "what has no slot, or is being read, is in a backing; and only what can be found is in one")
+@each(ROWS, "what has no slot, or is being read, is in a backing, or comes from one that is asked")
 def backed(core: Core, row: int) -> bool:
-    state = core.catalogue.state[row]
-    return state in FOUND if core.catalogue.kept(row) else state not in (State.COLD, State.LOADING)
+    cat = core.catalogue
+    if cat.expected(row):
+        return core.storage.reading.source(row).number in cat.backings.asked
+    return cat.state[row] not in (State.COLD, State.LOADING) or cat.kept(row)
+
+
+@each(ROWS, "only what can be found is in a backing")
+def in_backings(core: Core, row: int) -> bool:
+    cat = core.catalogue
+    return cat.state[row] in FOUND or not (cat.place[row] or cat.there[row])
 
 
 @together("no two objects are in the same place")

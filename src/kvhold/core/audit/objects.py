@@ -44,7 +44,8 @@ def key(core: Core, row: int) -> bool:
 def objects(core: Core) -> Iterator[str]:
     cat = core.catalogue
     rows = sum(cat.state.count(state) for state in FOUND)
-    backed = sum(bool(place or there) for place, there in zip(cat.place, cat.there, strict=True))
+    keeping = cat.backings.keeping
+    backed = sum(bool(place or there & keeping) for place, there in zip(cat.place, cat.there, strict=True))
     return counted(
         number_of_keys=(sum(len(index) for index in cat.indexes.values()), rows),
         number_of_objects=(rows, cat.objects),

@@ -58,7 +58,10 @@ class Answer:
 
 @dataclass(slots=True, frozen=True)
 class Waiting:
-    """The answer will come, after ``objects`` were read from a log."""
+    """The answer will come, after ``objects`` were read from backings.
+
+    With 0 of them, backings are being asked what they have; that may be followed by a second one.
+    """
 
     session: int
     op: int
@@ -150,7 +153,10 @@ class Grant:
 
 @dataclass(slots=True, frozen=True)
 class Added:
-    """To who watches a space: of the keys of its commit, in order, those that can be found now, new or not."""
+    """To who watches a space: of the keys of its commit, in order, those that can be found now, new or not.
+
+    Everybody who watches it is told so of what came from elsewhere, too.
+    """
 
     session: int
     space: int
@@ -185,7 +191,10 @@ class Detach:
 
 @dataclass(slots=True, frozen=True)
 class ToBacking:
-    """An I/O of a backing, answered by exactly one :class:`Done` with its number: also when it was cancelled."""
+    """An I/O of a backing, answered by exactly one :class:`Done` with its number: also when it was cancelled.
+
+    An :class:`Ask` is answered by a :class:`Found` instead.
+    """
 
     io: int
     backing: int
@@ -214,6 +223,13 @@ class Forget(ToBacking):
 
     names: tuple[tuple[bytes, int, bytes], ...]
     namespace: bytes | None
+
+
+@dataclass(slots=True, frozen=True)
+class Ask(ToBacking):
+    """Which of these (namespace, group, key) does it have, after all that it was told to forget before this?"""
+
+    names: tuple[tuple[bytes, int, bytes], ...]
 
 
 @dataclass(slots=True, frozen=True)

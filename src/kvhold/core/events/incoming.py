@@ -79,7 +79,8 @@ class Close:
 class Query:
     """How many leading keys of this chain can be restored? Lease those from index ``skip`` on, under ``op``.
 
-    What is in a log alone is read first. A greater ``revision`` of an operation replaces the smaller one.
+    What is in a log alone is read first, and so is what nobody has here and a backing that is asked has. A greater
+    ``revision`` of an operation replaces the smaller one.
     """
 
     session: int
@@ -94,7 +95,8 @@ class Query:
 class Lookup:
     """Where are these keys now? ``parts`` are (space, keys). Nothing is read, leased or counted as used.
 
-    A long answer takes time: what has left meanwhile may be in it, and was told to who watches before it.
+    A long answer takes time: what has left meanwhile may be in it, and was told to who watches before it. While
+    backings are asked, this is an operation of revision 0: another Lookup or question under ``op`` takes its place.
     """
 
     session: int
@@ -105,6 +107,8 @@ class Lookup:
 @dataclass(slots=True, frozen=True)
 class Prepare:
     """Lease exactly these objects under ``op``, after reading what is in a log alone: all of them or none.
+
+    What nobody has here is read from elsewhere as far as a :class:`Lookup` or a :class:`Query` heard of it just now.
 
     ``used`` are (space, keys) that the engine has itself: whatever becomes of the others, what of them is stored counts
     as used just now. They are not leased, not read and not answered.
@@ -274,6 +278,15 @@ class Done:
     kept: bool = False
 
 
+@dataclass(slots=True, frozen=True)
+class Found:
+    """An ask has ended: the positions of the names that are ``there``; if it ``failed``, nothing is known of any."""
+
+    io: int
+    there: tuple[int, ...] = ()
+    failed: bool = False
+
+
 Event = (
     Populated
     | Joined
@@ -299,4 +312,5 @@ Event = (
     | List
     | FromBacking
     | Done
+    | Found
 )

@@ -31,6 +31,7 @@ class Tier:
     NOWHERE: Final = 0
     DRAM: Final = 1
     BACKING: Final = 2  # in a backing alone, or on its way from there
+    ELSEWHERE: Final = 3  # nobody has it here, but a backing that others store into as well says that it has it
 
 
 class Reason(StrEnum):
@@ -41,7 +42,7 @@ class Reason(StrEnum):
     BUDGET = "budget"  # too much is being read or restored already
     TOO_LARGE = "too_large"  # more than could ever be had at once
     DETACHED = "detached"
-    DEADLINE = "deadline"  # a log did not give it in time
+    DEADLINE = "deadline"  # a backing did not give it, or did not say whether it has it, in time
     READ_FAILED = "read_failed"  # a log gave something else
     OUT_OF_SERVICE = "out_of_service"  # the log that has it is not asked at present
 

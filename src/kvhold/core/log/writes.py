@@ -172,7 +172,7 @@ class Writes:
                 self._common.counters["reclaimed"] += 1
                 catalogue.note(Kind.RECLAIMED, row, catalogue.place[row])
                 cold = catalogue.state[row] == State.COLD
-                if cold and not catalogue.there[row]:
+                if cold and not catalogue.there[row] & catalogue.backings.keeping:
                     catalogue.remove(row)
                     continue
                 catalogue.withdraw(row, catalogue.place[row])

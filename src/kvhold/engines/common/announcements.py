@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from kvhold.client.control import Control, QuestionId
 from kvhold.engines.common.groups import Group
 from kvhold.engines.common.question import LeasedBlocks
+from kvhold.protocol import Tier
 from kvhold.threads import ENGINE, belongs_to
 
 R = TypeVar("R")
@@ -28,6 +29,8 @@ _FORGET = 60.0
 """Seconds after which no word will come: the manager did not keep it."""
 _MOST_ASKED = 64
 """Restores whose blocks are asked about at once; those of more are announced when they are restored again."""
+_HERE = (Tier.DRAM, Tier.BACKING)
+"""What other machines have is theirs to announce."""
 _SLICE = 1024
 """Blocks of earlier sessions that are asked about, or withdrawn, in one step."""
 
@@ -231,9 +234,9 @@ class Announcements(ABC, Generic[R]):
                 pairs = zip(each.keys, here, strict=False)
                 told = [(key, tier) for key, tier in pairs if self._open.get((each.space, key)) is each]
                 self._end(each)
-                self._withdraw(each.space, [key for key, tier in told if not tier])
+                self._withdraw(each.space, [key for key, tier in told if tier not in _HERE])
                 for key, tier in told:
-                    if tier and key in each.found:
+                    if tier in _HERE and key in each.found:
                         self._announce(each.space, key, each.found[key])
         self._ask_about_doubted()
         if self._leaving:

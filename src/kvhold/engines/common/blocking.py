@@ -494,6 +494,7 @@ class Blocking:
         question, there, reason = self._look(space, packed[(skip - before) * size :], seconds)
         if question is None or control.attachment != attachment:
             return 0, nowhere, reason or "detached"
+        there = there.replace(bytes([wire.Tier.ELSEWHERE]), b"\0")  # what others have is not stored here
         control.use(question, ((space.number, packed),) if any(there) else ())
         if before and not there[0] and space.geometry.chain:
             return 0, nowhere, "unreachable"

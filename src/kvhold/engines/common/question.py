@@ -22,6 +22,8 @@ _ATTEMPTS = 4
 """How often a hit is prepared that turns out to be too large, to have gone meanwhile, or not to come in time."""
 _LATE = ("deadline", "out_of_service")
 """Why a hit cannot be had that has to be read from SSD; the longest one in what is in DRAM can."""
+_READ = (Tier.BACKING, Tier.ELSEWHERE)
+"""Where something has to be read from before it can be restored."""
 _LESS = ("budget", "not_stored", "read_failed", *_LATE)
 """Why a hit cannot be had, while another one may."""
 
@@ -210,7 +212,7 @@ class GroupsQuestion(Question):
         self._attempts = 0
         self._wanted: Hit | None = None
         self._settling = False  # for what is in DRAM
-        self._awaited: set[bytes] = set()  # keys that were on SSD when they were asked for
+        self._awaited: set[bytes] = set()  # keys that had to be read when they were asked for
         super().__init__(self._look(None))
 
     def _key(self, tokens: int) -> bytes:
@@ -250,9 +252,9 @@ class GroupsQuestion(Question):
 
     def _take_residency(self, tiers: Sequence[bytes]) -> None:
         tiers_now = [list(zip(keys, here, strict=False)) for keys, here in zip(self._keys, tiers, strict=True)]
-        wanted = (Tier.DRAM,) if self._settling else (Tier.DRAM, Tier.BACKING)
+        wanted = (Tier.DRAM,) if self._settling else (Tier.DRAM, *_READ)
         self._found = [frozenset(key for key, tier in group if tier in wanted) for group in tiers_now]
-        self._awaited.update(key for key, tier in chain(*tiers_now) if tier == Tier.BACKING)
+        self._awaited.update(key for key, tier in chain(*tiers_now) if tier in _READ)
         self.stored = [
             {end for end, tier in zip(ends, here, strict=False) if tier}
             for ends, here in zip(self._ends, tiers, strict=True)
