@@ -110,7 +110,7 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
             (pool.page_bytes(),),
             self._identity.label if pool.name == PoolName.KV.value else f"{self._identity.label} {pool.name}",
             chain=pool.name == PoolName.KV.value,  # others may be there for the end of a prefix alone
-            private=self._identity.private,
+            private=self._identity.private or bool(hooks.updates.salt),  # which has something random in it
         )
         pool.space = self._face.open(geometry, _SLOTS)
 

@@ -6,8 +6,8 @@ from typing import Any
 from kvhold.engines.common.settings import ManagerSettings, load_settings
 
 WHERE = "--hicache-storage-backend-extra-config"
-_SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1")
-"""Keys that SGLang 0.5.23 reads itself, of those that it hands on."""
+_SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
+"""Keys of SGLang 0.5.23's own that it hands on; the last comes of an option for its file storage."""
 
 
 class SglangSettings(ManagerSettings, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-MISSES = ("not_stored", "detached", "deadline", "read_failed", "out_of_service", "too_large", "closed", "error")
+MISSES = (
+    "not_stored",
+    "detached",
+    "deadline",
+    "read_failed",
+    "out_of_service",
+    "budget",
+    "too_large",
+    "closed",
+    "error",
+)
 UNSEEN = ("not_stored", "detached", "deadline", "closed", "error")
 UNPUBLISHED = (
     "unflushed",
@@ -40,7 +50,7 @@ METRICS = {
     "publish_seconds": "Seconds that calls to store took, waiting included.",
 }
 """Counters by name, without the prefix ``kvhold:`` and the suffix ``_total``; docs/sglang.md has the same."""
-_BY_REASON = {"pages_unseen": UNSEEN, "pages_missed": MISSES, "pages_unpublished": UNPUBLISHED}
+BY_REASON = {"pages_unseen": UNSEEN, "pages_missed": MISSES, "pages_unpublished": UNPUBLISHED}
 _LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank")
 _COUNTED = {
     "looked_for": "pages_looked_for",
@@ -71,7 +81,7 @@ class _Families:
 
         with self._lock:
             if name not in self._made:
-                labels = (*_LABELS, "reason") if name in _BY_REASON else _LABELS
+                labels = (*_LABELS, "reason") if name in BY_REASON else _LABELS
                 self._made[name] = Counter(f"kvhold:{name}", METRICS[name], labels)
             return self._made[name]
 
@@ -90,7 +100,7 @@ class Stats:
         self._show = bool(config.enable_storage_metrics)
         if self._show:  # a counter that is there from the start has a rate from the start
             for name in METRICS:
-                for reason in _BY_REASON.get(name, (None,)):
+                for reason in BY_REASON.get(name, (None,)):
                     self._counter(name, reason)
 
     def moved(self, kind: Literal["prefetch", "backup"], pages: int, size: int, seconds: float) -> None:
@@ -133,7 +143,7 @@ class Stats:
         verb, _, reason = name.partition("_")
         if name in _COUNTED:
             self._counter(_COUNTED[name]).inc(more)
-        elif f"pages_{verb}" in _BY_REASON:
+        elif f"pages_{verb}" in BY_REASON:
             self._counter(f"pages_{verb}", reason).inc(more)
 
     def _counter(self, name: str, reason: str | None = None) -> Any:
