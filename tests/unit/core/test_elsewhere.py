@@ -395,6 +395,19 @@ def test_what_a_restore_made_nothing_of_is_not_fetched_again() -> None:
     assert engine.query(chain(1)).resident == 0
 
 
+def test_what_a_restore_made_nothing_of_is_not_fetched_whatever_is_said_later() -> None:
+    """It was asked for before it was stored here, and the answer comes after its restore has failed."""
+    world, engine = world_of(*chain(1))
+    lookup(engine, chain(1))
+    (asked,) = asks(world)
+    engine.commit(chain(1))
+    engine.query(chain(1), op=2)
+    world.settle(ev.RestoreFailed(engine.scheduler, 2))
+    world.settle(ev.Found(asked.io, (0,)))
+    assert engine.query(chain(1)).resident == 0
+    assert not only(ev.Read, world.told)
+
+
 def test_a_commit_of_what_is_on_its_way_is_announced_when_it_has_come() -> None:
     world, engine = world_of(*chain(1))
     world.settle(engine.query_event(chain(1), op=1))
