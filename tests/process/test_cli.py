@@ -268,7 +268,7 @@ def test_only_what_changes_is_logged(manager: Manager) -> None:
 def test_a_namespace_that_nobody_has_used_is_said_to_be_unknown(manager: Manager) -> None:
     """It may be given a quota ahead of its engine."""
     asked = ("--socket", str(manager.socket), "--namespace", NAME)
-    assert f"it knew no namespace {NAME}; `kvhold status` lists" in notes("purge", *asked)
+    assert f"this manager knew no namespace {NAME}; `kvhold status` lists" in notes("purge", *asked)
     assert f"no engine has used namespace {NAME} on this manager yet" in notes("limit", *asked, "--max", "1MiB")
     assert NAME in kvhold("limit", "--socket", str(manager.socket))
     said = kvhold("keys", "--socket", str(manager.socket), NAME, "0", code=1)

@@ -191,7 +191,7 @@ def test_it_stops_before_the_limit_and_goes_on_later(
     assert engine.stdout.readline() == "taken\n"
     os.kill(manager.pid, signal.SIGCONT)
     log = said(manager, "arena: only ")
-    assert f"of 160MiB can be had now: cgroup {group.folder} has " in log
+    assert f"of 160MiB can be allocated now: cgroup {group.folder} has " in log
     assert 32 * MIB < populated(manager) < 140 * MIB
     assert group.used() <= (256 - 256 // 8) * MIB
     assert engine.poll() is None
@@ -211,5 +211,5 @@ def test_no_room_at_all_is_said(cgroup: Callable[[int], Cgroup], folder: Path) -
     _, errors = process.communicate(timeout=60)
     engine.communicate(timeout=60)
     assert process.returncode == 2, errors
-    assert f"dram: not even 2MiB of memory can be had: cgroup {group.folder} has " in errors
+    assert f"dram: not even 2MiB of memory can be allocated: cgroup {group.folder} has " in errors
     assert group.killed() == 0

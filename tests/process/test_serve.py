@@ -228,7 +228,7 @@ def test_refuses_what_is_no_socket(folder: Path) -> None:
     assert path.read_text() == "precious"
     (folder / "d").mkdir()
     assert "is not a socket" in refused(folder / "d")
-    assert f"{path / 'below'} cannot be had: " in refused(path / "below")
+    assert f"{path / 'below'} cannot be made: " in refused(path / "below")
     assert sorted(os.listdir(folder)) == ["d", "s"]
 
 

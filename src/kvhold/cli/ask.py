@@ -52,7 +52,8 @@ def connect(socket: Path | None) -> Channel:
     try:
         return Channel(path, wire.Hello("admin"), _SECONDS)
     except AttachError as error:
-        fail(str(error) if str(path) in str(error) else f"what listens on {path} is no manager of this kind: {error}")
+        known = str(path) in str(error)
+        fail(str(error) if known else f"{path} is not the socket of a manager of this kvhold: {error}")
 
 
 def ask_on(channel: Channel, message: wire.ClientMessage, seconds: float = 0.0) -> wire.ManagerMessage:

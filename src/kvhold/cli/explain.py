@@ -39,8 +39,8 @@ def explain(
 
 
 _WHY_NOT = (
-    "it never was here, or is no longer remembered. A hash is named by all its digits or by the last 16; `kvhold "
-    "explain` lists the latest misses"
+    "it was never asked for or stored here, or was so long ago that the manager has forgotten it. Name a hash by all "
+    "its digits or by the last 16; `kvhold explain` lists the latest misses"
 )
 
 

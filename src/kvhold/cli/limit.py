@@ -52,8 +52,8 @@ def limit(
     show(document, _lines(document), as_json)
     if name is not None and not groups_of(connect(socket), name)[0]:
         typer.echo(
-            f"no engine has used namespace {namespace} on this manager yet: what it is given holds once one does; "
-            "`kvhold status` lists those that are known",
+            f"no engine has used namespace {namespace} on this manager yet: these limits apply once one does; "
+            "`kvhold status` lists the namespaces that are known",
             err=True,
         )
 

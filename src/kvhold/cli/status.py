@@ -114,8 +114,8 @@ def flush(socket: Socket = None, as_json: AsJson = False) -> None:
     directories, on_ssd = answer.kept.get("log", (0, 0))
     if not directories:
         fail(
-            f"the manager on {socket} has no SSD open: nothing outlasts it; `kvhold status` names directories that it "
-            "waits for, `kvhold serve --ssd PATH:SIZE` gives it one"
+            f"the manager on {socket} has no SSD open, so all that it has is lost when it ends; `kvhold status` names "
+            "directories that it waits for, and `kvhold serve --ssd PATH:SIZE` gives it one"
         )
     document = {"socket": str(socket), "objects": answer.objects, "on_ssd": on_ssd}
     said = f"flushed: the manager on {socket}: {on_ssd} of {answer.objects} objects are on SSD"
@@ -158,4 +158,4 @@ def purge(
     document = {"socket": str(channel.path), "objects": answer.objects, "bytes": answer.bytes}
     show(document, [f"purged: the manager on {channel.path} has forgotten {forgotten}"], as_json)
     if unknown:  # its SSD may have what there was no room to know of
-        typer.echo(f"it knew no namespace {namespace}; `kvhold status` lists those that it has", err=True)
+        typer.echo(f"this manager knew no namespace {namespace}; `kvhold status` lists those that it knows", err=True)

@@ -57,7 +57,7 @@ class Listener:
                 _unlock(path, held)
                 raise
         except OSError as error:
-            raise ConfigError(f"socket: {path} cannot be had: {error.strerror}") from None
+            raise ConfigError(f"socket: {path} cannot be made: {error.strerror}") from None
         self.path = path
         self._lock = held
 

@@ -62,7 +62,7 @@ class ArenaMemory:
             raise ConfigError("dram: this kernel cannot populate memory safely; kvhold needs Linux 5.14 or newer")
         if not self._populate(0):
             raise ConfigError(
-                f"dram: not even {format_size(self.page)} of memory can be had{self._shortage()}; free some"
+                f"dram: not even {format_size(self.page)} of memory can be allocated{self._shortage()}; free some"
             )
 
     @property
@@ -85,7 +85,7 @@ class ArenaMemory:
             else:
                 short = True
                 log.warning(
-                    "arena: only %s of %s can be had now%s; the rest is taken once there is room",
+                    "arena: only %s of %s can be allocated now%s; the rest follows once there is room",
                     format_size(index * self.page),
                     format_size(self.bytes),
                     self._shortage(),

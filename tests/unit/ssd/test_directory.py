@@ -254,7 +254,7 @@ def test_too_little_room_is_said_at_once(caplog: pytest.LogCaptureFixture) -> No
     files = FakeFiles()
     files.free = 3 * SEGMENT
     open_log(ROOT, budget(4), min_free=SEGMENT, segment_bytes=SEGMENT, files=files)
-    assert "only 256KiB can be had there while 128KiB stay free (min_free)" in caplog.text
+    assert "only 256KiB are free there beyond the 128KiB of min_free" in caplog.text
     files = FakeFiles()
     files.free = 3 * SEGMENT
     open_log(ROOT, budget(4), min_free=4 * SEGMENT, segment_bytes=SEGMENT, files=files)

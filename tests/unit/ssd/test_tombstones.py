@@ -303,7 +303,7 @@ def test_tombstones_that_are_lost_bring_nothing_back(how: str, caplog: pytest.Lo
     if how == "removed with kvhold.log":
         del files.files["kvhold.log"]
     assert reopened(files) == ({b"f"}, 1)
-    assert "kvhold.tombstones is missing, or is an older one" in caplog.text
+    assert "kvhold.tombstones is missing or out of date" in caplog.text
     for _ in range(3):  # all is as it should be again, and stays so
         assert reopened(files) == ({b"f"}, 0)
     driver = Driver(files.after_kill())

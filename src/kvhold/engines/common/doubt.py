@@ -43,7 +43,7 @@ class Doubt:
             return False
         self._wanted = True
         if self._told and self._session.step - self._told > _LOOK_STEPS:
-            log.warning("kvhold: the workers do not say what weights they have; this engine starts cold")
+            log.warning("kvhold: the workers do not say which weights they have; this engine starts cold")
             self._spaces.settle(None)
         return self._spaces.weights is None
 
@@ -63,11 +63,15 @@ class Doubt:
         seen = tuple(found for _, found in sorted(self._seen.items()))
         if not all(seen):
             log.warning(
-                "kvhold: what weights are loaded cannot be told; this engine starts cold and shares with no other"
+                "kvhold: it cannot be told which weights are loaded; this engine starts cold and shares its "
+                "cache with no other"
             )
             self._spaces.settle(None)
         elif seen == ranks.loaded:
             self._spaces.settle(b"")
         else:
-            log.info("kvhold: other weights are loaded than at the start; engines that have the same share their cache")
+            log.info(
+                "kvhold: other weights are loaded than at the start; engines that have loaded the same ones share "
+                "their cache"
+            )
             self._spaces.settle(hashlib.sha256(b"".join(seen)).digest())

@@ -263,7 +263,7 @@ def _warn_of_room(opened: Log) -> None:
         )
     elif want > have:
         log.warning(
-            "ssd: %s may grow by %s, but only %s can be had there while %s stay free (min_free); it will hold less",
+            "ssd: %s may grow by %s, but only %s are free there beyond the %s of min_free; it will hold less",
             opened.path,
             format_size(want),
             format_size(max(have, 0)),

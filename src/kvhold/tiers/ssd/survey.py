@@ -120,8 +120,8 @@ def survey(path: Path, files: FileLayer, found: LogHead, numbers: list[int], nam
     stones.load()
     if forgotten > stones.newest_seq and any(head.seq <= forgotten for head in good):
         log.warning(
-            "ssd: %s is missing, or is an older one, and what it said is not known: nothing that was stored until the "
-            "last purge is used",
+            "ssd: %s is missing or out of date, so it is unknown what it hid: all that was stored until the last purge "
+            "is ignored",
             path / TOMBSTONES_FILE,
         )
         stones.hide_all(forgotten)
