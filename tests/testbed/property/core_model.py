@@ -608,7 +608,12 @@ class CoreModel:
             case Reason.BUDGET:
                 assert one.names[resident] in before.view or one.names[resident] in self.believed
             case Reason.DEADLINE | Reason.READ_FAILED:
-                assert len(one.names) > SLICE, "it did not wait"  # a read may end while other slices are matched
+                # A read may end while other slices are matched; and a store may not be asked for more now.
+                assert len(one.names) > SLICE or (reason is Reason.DEADLINE and self.asks_are_full()), "it did not wait"
+
+    def asks_are_full(self) -> bool:
+        asks = Counter(io.backing for io in self.disk.flying.values() if isinstance(io, ev.Ask))
+        return any(asks[number] >= self.limits.asks for number in self.shared)
 
     def over(self, engine: Engine, op: int) -> None:
         """The operation ends by what is told to the core next."""

@@ -152,6 +152,7 @@ def test_a_lookup_ends_with_what_takes_its_place() -> None:
 def test_a_lookup_ends_with_its_owner() -> None:
     world, engine = world_of()
     lookup(engine, chain(2))
+    lookup(engine, chain(2, "b"), op=2)
     engine.leave(Gone.DEAD)
     assert world.core.budgets.answering == 0
     assert not only(ev.Residency, answered(world))

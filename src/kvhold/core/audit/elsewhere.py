@@ -44,6 +44,8 @@ def askers(core: Core) -> Iterator[str]:
         waited = {number for number, ask in asking.asks.items() if one in ask.waiting}
         if not (waits == timed == (one.phase is Phase.ASKING)) or waited != one.asks:
             yield f"operation {one.id} of {ATTACHMENTS.named(core, one.attachment)}"
+    if core.has_work:
+        return  # those of an attachment that is gone may be about to end
     known = set(_operations(core))
     yield from (f"operation {one.id}" for ask in asking.asks.values() for one in ask.waiting if one not in known)
 
