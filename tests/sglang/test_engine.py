@@ -1,0 +1,282 @@
+"""kvhold in SGLang's real engine: what is restored gives the tokens of a cold run, whatever becomes of the manager."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testbed.process.manager_process import Manager, all_written
+from testbed.process.peers import populated, status, until
+from testbed.sglang.engine import PAGE, Sglang
+from testbed.sglang.model import VOCABULARY, make_llama
+
+TAMPERED = {"module_path": "testbed.sglang.tampered"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of the same configuration, with other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return [make_llama(folder / name, seed) for seed, name in enumerate(("first", "second"), 1)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("k")
+
+
+@pytest.fixture(scope="module")
+def host(place: Path) -> Iterator[Manager]:
+    """A manager with an SSD."""
+    manager = Manager(place, "--ssd", f"{place / 'ssd'}:256MiB", dram="256MiB")
+    populated(manager.socket)
+    yield manager
+    manager.cont()
+    manager.kill()
+
+
+@pytest.fixture(scope="module")
+def engine(host: Manager, models: list[Path], place: Path) -> Iterator[Sglang]:
+    with Sglang(models[0], place / "engine.log", {"socket": str(host.socket)}) as one:
+        yield one
+
+
+Prompts = Callable[..., list[list[int]]]
+
+
+@pytest.fixture
+def prompts(request: pytest.FixtureRequest) -> Prompts:
+    """Prompts that no other test has."""
+    rng = random.Random(request.node.name)
+
+    def make(count: int = 1, tokens: int = 400) -> list[list[int]]:
+        return [[rng.randrange(3, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+    return make
+
+
+def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def whole_pages(prompt: list[int]) -> int:
+    """Tokens of a prompt that can be restored: something is left to compute."""
+    return (len(prompt) - 1) // PAGE * PAGE
+
+
+@contextmanager
+def attached(engine: Sglang, host: Manager, **extra: Any) -> Iterator[None]:
+    """With another storage attached at run time; afterwards with kvhold's own again."""
+    own = {"socket": str(host.socket)}
+    assert engine.ask("detach")
+    engine.attach(own | extra)
+    try:
+        yield
+    finally:
+        assert engine.ask("detach")
+        engine.attach(own)
+
+
+def serves(engine: Sglang, prompt: list[int], cold: list[int]) -> None:
+    """What is stored now is restored, after a while: a manager may only just be back."""
+
+    def restored() -> bool:
+        [answer] = engine.generate(prompt)
+        assert answer["tokens"] == cold
+        engine.flush()
+        return bool(answer["stored"] == whole_pages(prompt))
+
+    until(restored, "restored")
+
+
+def test_what_is_restored_after_a_flush_is_the_engines_own_to_the_bit(engine: Sglang, prompts: Prompts) -> None:
+    [prompt] = prompts()
+    [cold] = engine.generate(prompt, logprobs=True)
+    [own] = engine.generate(prompt, logprobs=True)
+    assert (cold["cached"], own["cached"], own["stored"]) == (0, whole_pages(prompt), 0)
+    engine.flush()
+    [restored] = engine.generate(prompt, logprobs=True)
+    assert restored["stored"] == whole_pages(prompt)
+    assert restored["tokens"] == own["tokens"] == cold["tokens"]
+    assert restored["logprobs"] == own["logprobs"]
+
+
+def test_requests_at_once_with_common_heads(engine: Sglang, prompts: Prompts) -> None:
+    head, *tails = prompts(5, 200)
+    asked = [head + tail[: 40 * number] for number, tail in enumerate(tails, 2)]
+    cold = tokens(engine.generate(*asked))
+    engine.flush()
+    answers = engine.generate(*asked)
+    assert tokens(answers) == cold
+    assert sum(answer["cached"] for answer in answers) == sum(map(whole_pages, asked))
+    assert any(answer["stored"] for answer in answers)
+
+
+def test_salts_share_nothing(engine: Sglang, prompts: Prompts) -> None:
+    [prompt] = prompts()
+    [cold] = engine.generate(prompt, salt="mine")
+    engine.flush()
+    [others] = engine.generate(prompt, salt="yours")
+    [again] = engine.generate(prompt, salt="mine")
+    assert (others["stored"], again["stored"]) == (0, whole_pages(prompt))
+    assert others["tokens"] == again["tokens"] == cold["tokens"]
+
+
+def test_zeros_in_place_of_what_was_stored_change_tokens(engine: Sglang, host: Manager, prompts: Prompts) -> None:
+    """The negative control. A page that fails inside of a batch changes nothing but what is restored."""
+    [prompt] = prompts()
+    [cold] = engine.generate(prompt)
+    engine.flush()
+    with attached(engine, host, class_name="Zeros", **TAMPERED):
+        [zeros] = engine.generate(prompt)
+        assert zeros["stored"] == whole_pages(prompt)
+        assert zeros["tokens"] != cold["tokens"]
+        engine.flush()
+    with attached(engine, host, class_name="BadPage", **TAMPERED):
+        [bad] = engine.generate(prompt)
+        assert bad["stored"] == 3 * PAGE
+        assert bad["tokens"] == cold["tokens"]
+        engine.flush()
+    serves(engine, prompt, cold["tokens"])
+
+
+def test_without_a_manager_all_is_computed(engine: Sglang, host: Manager, prompts: Prompts, place: Path) -> None:
+    [prompt] = prompts()
+    [cold] = engine.generate(prompt)
+    engine.flush()
+    with attached(engine, host, socket=str(place / "nobody.sock")):
+        [computed] = engine.generate(prompt)
+        assert (computed["cached"], computed["tokens"]) == (0, cold["tokens"])
+        engine.flush()
+    serves(engine, prompt, cold["tokens"])
+
+
+def test_an_arena_that_is_full_keeps_what_it_can(
+    engine: Sglang, host: Manager, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    asked = prompts(6)
+    cold = tokens(engine.generate(*asked))
+    engine.flush()
+    small = Manager(tmp_path_factory.mktemp("s"), dram="4MiB")
+    try:
+        with attached(engine, host, socket=str(small.socket)):
+            for _ in range(3):
+                assert tokens(engine.generate(*asked)) == cold
+                engine.flush()
+            serves(engine, asked[0], cold[0])
+    finally:
+        small.kill()
+
+
+def test_another_engine_finds_it_also_after_all_have_been_killed(
+    engine: Sglang, host: Manager, models: list[Path], place: Path, prompts: Prompts
+) -> None:
+    """Before the tests that change weights: the engine's pages have had names of their own since."""
+    [prompt] = prompts()
+    [cold] = engine.generate(prompt, logprobs=True)
+    engine.flush()
+    [own] = engine.generate(prompt, logprobs=True)
+    with Sglang(models[0], place / "second.log", {"socket": str(host.socket)}) as second:
+        [restored] = second.generate(prompt, logprobs=True)
+        assert restored["stored"] == whole_pages(prompt)
+        assert (restored["tokens"], restored["logprobs"]) == (cold["tokens"], own["logprobs"])
+        second.flush()
+        until(lambda: all_written(status(host.socket)), "written")
+        host.restart()
+        populated(host.socket)
+        serves(second, prompt, cold["tokens"])
+
+
+def test_after_a_weight_update_nothing_old_is_found(engine: Sglang, models: list[Path], prompts: Prompts) -> None:
+    [prompt] = prompts()
+    first, second = map(str, models)
+    [cold] = engine.generate(prompt)
+    engine.flush()
+    assert engine.ask("update", model=second)
+    [changed] = engine.generate(prompt)
+    assert changed["cached"] == 0
+    assert changed["tokens"] != cold["tokens"]
+    engine.flush()
+    serves(engine, prompt, changed["tokens"])
+    assert engine.ask("update", model=first)
+    [back] = engine.generate(prompt)
+    assert (back["cached"], back["tokens"]) == (0, cold["tokens"])
+
+
+def test_until_a_flush_old_pages_are_not_stored_as_new(engine: Sglang, models: list[Path], prompts: Prompts) -> None:
+    """Without a flush SGLang itself goes on with what it has; that must not outlive it."""
+    [prompt] = prompts()
+    first, second = map(str, models)
+    [cold] = engine.generate(prompt)
+    assert engine.ask("update", model=second, flush_cache=False)
+    engine.generate(prompt + prompt[:100])
+    engine.flush()
+    [changed] = engine.generate(prompt)
+    assert changed["cached"] == 0
+    assert changed["tokens"] != cold["tokens"]
+    assert engine.ask("update", model=first)
+    [back] = engine.generate(prompt)
+    assert (back["cached"], back["tokens"]) == (0, cold["tokens"])
+
+
+def test_what_was_cleared_is_not_found(engine: Sglang, prompts: Prompts) -> None:
+    [prompt] = prompts()
+    [cold] = engine.generate(prompt)
+    engine.flush()
+    assert engine.ask("clear")
+    [again] = engine.generate(prompt)
+    assert (again["cached"], again["tokens"]) == (0, cold["tokens"])
+    engine.flush()
+    serves(engine, prompt, cold["tokens"])
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_no_request_notices_what_becomes_of_the_manager(
+    engine: Sglang, host: Manager, prompts: Prompts, how: str
+) -> None:
+    asked = prompts(6, 300)
+    cold = tokens(engine.generate(*asked))
+    engine.flush()
+    fault = threading.Thread(target=host.kill if how == "killed" else host.stop)
+    fault.start()
+    for _ in range(2):
+        assert tokens(engine.generate(*asked)) == cold
+        engine.flush()
+    fault.join()
+    host.start() if how == "killed" else host.cont()
+    populated(host.socket)
+    serves(engine, asked[0], cold[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"tp_size": 2}, id="two ranks"),
+        pytest.param(
+            {"hicache_host_memory_mode": "buffer_only", "hicache_mem_layout": "layer_first"}, id="buffer only"
+        ),
+        pytest.param({"pp_size": 2}, id="two stages", marks=pytest.mark.long),
+        pytest.param({"hicache_mem_layout": "page_first"}, id="page first", marks=pytest.mark.long),
+    ],
+)
+def test_every_way_to_run(
+    host: Manager, models: list[Path], place: Path, prompts: Prompts, options: dict[str, Any]
+) -> None:
+    """With SGLang's own injector of failures and delays, which sits before the storage."""
+    asked = prompts(4, 300)
+    if options.get("hicache_mem_layout", "page_first_direct") != "page_first_direct":
+        options = {"hicache_io_backend": "kernel", **options}
+    failing = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02"}
+    name = f"{'-'.join(map(str, options.values()))}.log"
+    with Sglang(models[0], place / name, {"socket": str(host.socket)}, environment=failing, **options) as one:
+        cold = tokens(one.generate(*asked))
+        stored = 0
+        for _ in range(6):
+            one.flush()
+            answers = one.generate(*asked)
+            assert tokens(answers) == cold
+            stored += sum(answer["stored"] for answer in answers)
+        assert stored, "some of it was restored"

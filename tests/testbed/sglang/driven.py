@@ -1,0 +1,88 @@
+"""An SGLang engine that does what lines say: ``python -m testbed.sglang.driven REPLIES OPTIONS``.
+
+Each line of its standard input is JSON, ``{"do": NAME, ...}``; for each one goes to descriptor ``REPLIES``.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def generate(
+    engine: Any, prompts: list[list[int]], new: int = 8, salt: str | None = None, logprobs: bool = False
+) -> list[dict[str, Any]]:
+    """All ``prompts`` at once: of each the tokens, their log probabilities, and what came from where."""
+
+    async def all_of_them() -> list[Any]:
+        import asyncio
+
+        sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
+        salted = {} if salt is None else {"cache_salt": salt}
+        each = (
+            engine.async_generate(input_ids=prompt, sampling_params=sampling, return_logprob=logprobs, **salted)
+            for prompt in prompts
+        )
+        return list(await asyncio.gather(*each))
+
+    answers = engine.loop.run_until_complete(all_of_them())
+    return [
+        {
+            "tokens": answer["output_ids"],
+            "cached": answer["meta_info"]["cached_tokens"],
+            "stored": (answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0),
+            "logprobs": [one[0] for one in answer["meta_info"].get("output_token_logprobs") or []],
+            "reason": answer["meta_info"]["finish_reason"],
+        }
+        for answer in answers
+    ]
+
+
+def flush(engine: Any) -> bool:
+    """False while pages are still written to the storage: SGLang wants to be asked again."""
+    return bool(engine.flush_cache().success)
+
+
+def update(engine: Any, model: str, flush_cache: bool = True) -> bool:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    asked = UpdateWeightFromDiskReqInput(model_path=model, flush_cache=flush_cache)
+    return bool(engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_disk(asked, None))[0])
+
+
+def clear(engine: Any) -> bool:
+    return bool(engine.loop.run_until_complete(engine.tokenizer_manager.clear_hicache_storage()).success)
+
+
+def attach(engine: Any, extra: str) -> bool:
+    answer = engine.loop.run_until_complete(
+        engine.tokenizer_manager.attach_hicache_storage("dynamic", hicache_storage_backend_extra_config_json=extra)
+    )
+    return bool(answer.success)
+
+
+def detach(engine: Any) -> bool:
+    return bool(engine.loop.run_until_complete(engine.tokenizer_manager.detach_hicache_storage()).success)
+
+
+DOES: dict[str, Callable[..., Any]] = {each.__name__: each for each in (generate, flush, update, clear, attach, detach)}
+
+
+def main() -> None:
+    import sglang
+
+    replies = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    os.set_inheritable(replies.fileno(), False)
+    engine = sglang.Engine(**json.loads(sys.argv[2]))
+    try:
+        replies.write(json.dumps({"ready": True}) + "\n")
+        for line in sys.stdin:
+            asked = json.loads(line)
+            replies.write(json.dumps(DOES[asked.pop("do")](engine, **asked)) + "\n")
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

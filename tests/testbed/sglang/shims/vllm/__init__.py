@@ -1,0 +1,1 @@
+"""The three operators of vLLM that SGLang takes for Llama on a CPU, in plain torch."""
