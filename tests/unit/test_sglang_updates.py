@@ -1,8 +1,9 @@
 """Weight updates of an SGLang engine, as one rank follows them. SGLang itself is not needed."""
 
 import pytest
+import torch.distributed as distributed
 
-from kvhold.engines.sglang.updates import Updates
+from kvhold.engines.sglang.updates import Updates, engine_token
 
 
 def rank(engine: str = "engine 1") -> Updates:
@@ -64,3 +65,16 @@ def test_one_storage_that_fails_does_not_keep_another_from_being_told(caplog: py
     updates.changing("update_weights_from_disk")
     assert told == [updates.salt]
     assert "could not change its namespaces" in caplog.text
+
+
+def test_ranks_agree_on_a_token_that_no_other_start_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    tokens = []
+    for _ in range(2):
+        store = distributed.HashStore()  # one for all ranks of a start
+        monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda store=store: store)
+        ranks = {engine_token() for _ in range(3)}
+        assert len(ranks) == 1
+        tokens += ranks
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    assert len({*tokens, engine_token(), engine_token()}) == 4
