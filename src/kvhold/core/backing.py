@@ -84,7 +84,7 @@ class Backing(Protocol):
         ...
 
     def dismiss(self, row: int) -> None:
-        """What is expected is not to be read after all."""
+        """What is expected is not to be read after all; what is not expected does not matter."""
         ...
 
     def read(self, io: int, rows: Iterable[int]) -> ev.Read:

@@ -145,7 +145,10 @@ class Catalogue(Indexed):
         """Take an object out of its index, list and backings; one that is held becomes DOOMED, any other is freed."""
         index, key, state = self.indexes[self.owner[row]], self.key[row], self.state[row]
         index.pop(key)
-        if index.watchers and not self.expected(row):
+        if self.expected(row):
+            for backing in self.backings.asked.values():
+                backing.dismiss(row)
+        elif index.watchers:
             self.gone.append((index, key))
         self.objects -= 1
         self.key[row] = b""

@@ -387,6 +387,17 @@ def test_a_purge_takes_what_is_on_its_way_and_what_was_heard() -> None:
         answered(world)
 
 
+def test_a_purge_takes_what_waits_for_its_fetch() -> None:
+    """The store does not go on expecting to read it: its row may be another object's next."""
+    world, engine = world_of(*chain(3), read_bytes=1)
+    for op, length in ((1, 1), (2, 3)):
+        world.settle(engine.query_event(chain(length), op=op))
+        world.settle(world.disk.finish(asks(world)[0].io))
+    world.settle(ev.Purge())
+    assert [answer.resident for answer in only(ev.Answer, answered(world))] == [0, 0]
+    assert not world.core.storage.backings[STORE].expected  # type: ignore[attr-defined]
+
+
 def test_what_a_restore_made_nothing_of_is_not_fetched_again() -> None:
     world, engine = world_of(*chain(1))
     world.settle(engine.query_event(chain(1), op=1))
