@@ -148,7 +148,8 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store the pages at ``host_indices`` of the host pool: of each whether it is stored."""
-        return self._publish(PoolName.KV.value, keys, host_indices, extra_info)
+        end = time.monotonic() + self._publish_seconds
+        return self._publish(PoolName.KV.value, keys, host_indices, extra_info, end)
 
     # --- several pools ------------------------------------------------------------------------------------------
 
@@ -187,25 +188,27 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Copy pages of several pools: by pool, of each page whether it was."""
-        return {each.name: self._get(each) for each in transfers}
+        end = time.monotonic() + self._find_seconds
+        return {each.name: self._get(each, end) for each in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store pages of several pools: by pool, of each page whether it is stored."""
+        end = time.monotonic() + self._publish_seconds
         return {
-            each.name: self._publish(_name(each.name), each.keys or [], each.host_indices, extra_info)
+            each.name: self._publish(_name(each.name), each.keys or [], each.host_indices, extra_info, end)
             for each in transfers
         }
 
-    def _get(self, transfer: PoolTransfer) -> list[bool]:
+    def _get(self, transfer: PoolTransfer, end: float) -> list[bool]:
         keys = transfer.keys or []
 
         def restore() -> list[bool]:
             pool, space = self._pool(_name(transfer.name))
             begun, restored = time.perf_counter(), [False] * len(keys)
             buffers = _fitting(pool, transfer.host_indices, len(keys))
-            hit, at = self._face.pick(space, _packed(keys), self._find_seconds)
+            hit, at = self._face.pick(space, _packed(keys), max(0.0, end - time.monotonic()))
             copied = self._face.restore(hit, [buffers[position] for position in at])
             for position in at[:copied]:
                 restored[position] = True
@@ -215,8 +218,15 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         return self._safely("missed", len(keys), [False] * len(keys), restore)
 
     def _publish(
-        self, name: str, keys: list[str], places: torch.Tensor | None, extra_info: HiCacheStorageExtraInfo | None
+        self,
+        name: str,
+        keys: list[str],
+        places: torch.Tensor | None,
+        extra_info: HiCacheStorageExtraInfo | None,
+        end: float,
     ) -> list[bool]:
+        """Beside the copies it waits until ``end``, of the monotonic clock."""
+
         def publish() -> list[bool]:
             pool, space = self._pool(name)
             # The space first: one that is open only since an update must not be given what is from before.
@@ -225,7 +235,8 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
                 return [False] * len(keys)
             before, begun = _before(extra_info, len(keys)), time.perf_counter()
             buffers = _fitting(pool, places, len(keys))
-            stored = self._face.publish(space, [*before, *_packed(keys)], buffers, self._publish_seconds, len(before))
+            left = max(0.0, end - time.monotonic())
+            stored = self._face.publish(space, [*before, *_packed(keys)], buffers, left, len(before))
             done = sum(stored)
             self._stats.moved("backup", done, done * space.size, time.perf_counter() - begun)
             return stored
