@@ -217,6 +217,29 @@ def test_until_a_flush_old_pages_are_not_stored_as_new(engine: Sglang, models: l
     [changed] = engine.generate(prompt)
     assert changed["cached"] == 0
     assert changed["tokens"] != cold["tokens"]
+    engine.flush()  # pages that are still written would keep the update from one
+    assert engine.ask("update", model=first)
+    [back] = engine.generate(prompt)
+    assert (back["cached"], back["tokens"]) == (0, cold["tokens"])
+
+
+def test_without_the_hooks_old_kv_is_served(
+    engine: Sglang, host: Manager, models: list[Path], prompts: Prompts
+) -> None:
+    """The negative control of the tests of updates."""
+    [prompt] = prompts()
+    first, second = map(str, models)
+    with attached(engine, host, class_name="Deaf", **TAMPERED):
+        [cold] = engine.generate(prompt)
+        engine.flush()
+        assert engine.ask("update", model=second)
+        [stale] = engine.generate(prompt)
+        assert stale["stored"] == whole_pages(prompt)
+        engine.flush()
+    [right] = engine.generate(prompt)
+    assert right["stored"] == 0
+    assert right["tokens"] != stale["tokens"]
+    engine.flush()
     assert engine.ask("update", model=first)
     [back] = engine.generate(prompt)
     assert (back["cached"], back["tokens"]) == (0, cold["tokens"])

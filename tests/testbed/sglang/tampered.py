@@ -26,3 +26,10 @@ class BadPage(KvholdStorage):
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         restored = super().batch_get_v1(keys, host_indices, extra_info)
         return [good and at != self._bad for at, good in enumerate(restored)]
+
+
+class Deaf(KvholdStorage):
+    """It hears of no weight update: old KV must be served, or a test of updates shows nothing."""
+
+    def _rekeyed(self) -> None:
+        pass
