@@ -75,24 +75,42 @@ def test_what_is_started_finds_it_first(dev: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("codes", "status", "parts"),
-    [([0, 0, 0], 0, 3), ([0, 1, 0], 1, 3), ([0, 0, 1], 1, 3), ([1, 0, 0], 1, 3), ([1, 1, 1], 1, 3), ([2], 2, 1)],
+    [((0, 0, 0), 0, 3), ((0, 1, 0), 1, 3), ((0, 0, 1), 1, 3), ((1, 0, 0), 1, 3), ((1, 1, 1), 1, 3), ((2, 0, 0), 2, 1)],
     ids=["all pass", "the second fails", "the last fails", "the first fails", "all fail", "interrupted"],
 )
 def test_a_part_that_fails_fails_all(
-    dev: Any, monkeypatch: pytest.MonkeyPatch, codes: list[int], status: int, parts: int
+    dev: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    codes: tuple[int, int, int],
+    status: int,
+    parts: int,
 ) -> None:
-    left, ran = list(codes), []
+    """The main tests come first; those of the other vLLM and of SGLang run side by side."""
+    ran: list[str] = []
+    together = threading.Barrier(2, timeout=60)
+    main, other, sglang = codes
 
-    def run(command: list[str], venv: Any = None, vllm: str = "") -> int:
+    def run(command: list[str], executable: str, **_: Any) -> SimpleNamespace:
         if command[0] != "pytest":
-            return 0
-        ran.append(vllm or (venv.where.name if venv else ""))
-        return left.pop(0)
+            return SimpleNamespace(returncode=0, stdout="")
+        if len(command) == 1:
+            ran.append("main")
+            return SimpleNamespace(returncode=main)
+        together.wait()
+        name = "sglang" if ".venv-sglang" in executable else "other"
+        ran.append(name)
+        return SimpleNamespace(returncode=sglang if name == "sglang" else other, stdout=f"said by {name}\n")
 
-    monkeypatch.setattr(dev, "run", run)
-    monkeypatch.setattr(dev, "setup", lambda venv: None)
+    made: list[str] = []
+    monkeypatch.setattr(dev.subprocess, "run", run)
+    monkeypatch.setattr(dev, "overlay", lambda version: Path(version))
+    monkeypatch.setattr(dev, "setup", lambda venv: made.append(venv.where.name))
     assert dev.check() == status
-    assert ran == ["", "0.33", ".venv-sglang"][:parts]
+    assert ran[0] == "main"
+    assert sorted(ran[1:]) == ["other", "sglang"][: parts - 1]
+    assert sorted(made) == [".venv", ".venv-sglang"][: parts - 1]
+    assert capfd.readouterr().out.count("said by") == parts - 1
 
 
 @pytest.mark.parametrize(
