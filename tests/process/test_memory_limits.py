@@ -193,7 +193,8 @@ def test_it_stops_before_the_limit_and_goes_on_later(
     log = said(manager, "arena: only ")
     assert f"of 160MiB can be allocated now: cgroup {group.folder} has " in log
     assert 32 * MIB < populated(manager) < 140 * MIB
-    assert group.used() <= (256 - 256 // 8) * MIB
+    own = 1  # MiB, of page tables and the like: it comes after the look that found room for the last page
+    assert group.used() <= (256 - 256 // 8 + own) * MIB
     assert engine.poll() is None
     engine.communicate(timeout=60)
     until(lambda: populated(manager) == 160 * MIB, "the rest of it is there")

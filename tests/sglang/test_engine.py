@@ -1,6 +1,8 @@
 """kvhold in SGLang's real engine: what is restored gives the tokens of a cold run, whatever becomes of the manager."""
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from testbed.process.manager_process import Manager, all_written
 from testbed.process.peers import populated, status, until
 from testbed.sglang.engine import PAGE, Sglang
 from testbed.sglang.model import VOCABULARY, make_llama
+from testbed.sglang.neighbour import Vllm
 
 TAMPERED = {"module_path": "testbed.sglang.tampered"}
 
@@ -188,6 +191,51 @@ def test_another_engine_finds_it_also_after_all_have_been_killed(
         host.restart()
         populated(host.socket)
         serves(second, prompt, cold["tokens"])
+
+
+def test_vllm_and_sglang_share_one_manager_and_no_bytes(
+    engine: Sglang, host: Manager, models: list[Path], prompts: Prompts
+) -> None:
+    """Each finds its own at the same time as the other, and a namespace keeps to its limit beside another."""
+    [prompt] = prompts()
+    known = dram(host).keys()
+    [other] = prompts()
+    vllm = Vllm(models[0], host.socket)
+    try:
+        theirs = vllm.generate(prompt)
+        [cold] = engine.generate(prompt)
+        assert (theirs["cached"], cold["cached"]) == (0, 0), "neither finds what the other has stored"
+        engine.flush()
+        assert vllm.ask({"reset": True}) == {"reset": True}
+        both = threading.Thread(target=serves, args=(engine, prompt, cold["tokens"]))
+        both.start()
+        again = vllm.generate(prompt)
+        both.join()
+        assert (again["tokens"], again["logprobs"]) == (theirs["tokens"], theirs["logprobs"])
+        assert again["cached"] == whole_pages(prompt)
+        serves(engine, prompt, cold["tokens"])
+        before = dram(host)
+        [name] = before.keys() - known
+        limit(host, name, "256KiB")
+        vllm.generate(other)  # a namespace gives way when it wants room
+        until(lambda: dram(host)[name] <= 256 << 10, "the limit holds")
+        assert {each: size for each, size in dram(host).items() if each != name} == {
+            each: size for each, size in before.items() if each != name
+        }
+        serves(engine, prompt, cold["tokens"])
+    finally:
+        vllm.kill()
+
+
+def dram(host: Manager) -> dict[str, int]:
+    """By namespace, bytes in DRAM."""
+    return {one["namespace"]: one["dram_bytes"] for one in status(host.socket)["spaces"]}
+
+
+def limit(host: Manager, namespace: str, most: str) -> None:
+    command = ["-m", "kvhold.cli", "limit", "--namespace", namespace, "--max", most, "--socket", str(host.socket)]
+    done = subprocess.run([sys.executable, *command], check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_after_a_weight_update_nothing_old_is_found(engine: Sglang, models: list[Path], prompts: Prompts) -> None:
