@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig

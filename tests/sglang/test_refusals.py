@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, publish

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 import torch
 from prometheus_client import REGISTRY
 from sglang.srt.runtime_context import get_context, publish

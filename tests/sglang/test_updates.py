@@ -5,9 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
