@@ -148,12 +148,16 @@ def test_how_long_a_request_and_a_step_may_wait(rig: Rig, topology: str) -> None
     finally:
         rig.manager.cont()
     until(lambda: asks(patient, asked) == (BLOCKS * 32, True), "what is stored is found")
-    hurried = []
-    for half in (patient, rig.half(topology, read_deadline_ms=0)):
-        question = half.control.ask((half._spaces.plain or ())[0], 0, b"k" * 32)
-        half.control._asked[question.op].waiting = True  # as the manager says that it reads from an SSD
-        half.control.answer(question)
-        hurried.append(half.control._asked[question.op].hurried)
+    halves, hurried = (patient, rig.half(topology, read_deadline_ms=0)), []
+    rig.manager.stop()  # whose answer would end the question
+    try:
+        for half in halves:
+            question = half.control.ask((half._spaces.plain or ())[0], 0, b"k" * 32)
+            half.control._asked[question.op].waiting = True  # as the manager says that it reads from an SSD
+            half.control.answer(question)
+            hurried.append(half.control._asked[question.op].hurried)
+    finally:
+        rig.manager.cont()
     assert hurried == [False, True], "who may not wait for reads takes what is there"
 
 

@@ -74,12 +74,12 @@ def whole_pages(prompt: list[int]) -> int:
 def attached(engine: Sglang, host: Manager, **extra: Any) -> Iterator[None]:
     """With another storage attached at run time; afterwards with kvhold's own again."""
     own = {"socket": str(host.socket)}
-    assert engine.ask("detach")
+    engine.detach()
     engine.attach(own | extra)
     try:
         yield
     finally:
-        assert engine.ask("detach")
+        engine.detach()
         engine.attach(own)
 
 

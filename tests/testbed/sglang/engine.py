@@ -117,13 +117,21 @@ class Sglang:
 
     def attach(self, extra: dict[str, Any]) -> None:
         """Attach a storage of this configuration at run time."""
-        assert self.ask("attach", extra=json.dumps(KVHOLD | extra)), self.tail()
+        self._once_idle("attach", extra=json.dumps(KVHOLD | extra))
+
+    def detach(self) -> None:
+        """Detach the storage at run time."""
+        self._once_idle("detach")
 
     def flush(self) -> None:
-        """Until it succeeds: pages that are still written keep SGLang from it."""
+        """Empty the engine's own caches, as users do."""
+        self._once_idle("flush")
+
+    def _once_idle(self, do: str, **given: Any) -> None:
+        """Until it succeeds: a request that only just ended and pages that are still written keep SGLang from it."""
         end = time.monotonic() + 120
-        while not self.ask("flush"):
-            assert time.monotonic() < end, f"no flush succeeds:\n{self.tail()}"
+        while not self.ask(do, **given):
+            assert time.monotonic() < end, f"no {do} succeeds:\n{self.tail()}"
             time.sleep(0.05)
 
     def tail(self, size: int = 6000) -> str:
