@@ -64,7 +64,7 @@ class Tier:
     def _objects(self, first: int, last: int) -> tuple[lev.Stored, ...]:
         return tuple(
             lev.Stored(
-                b"n" * 32, 0, number.to_bytes(32, "little"), b"", 0, (self.size,), number * self.size,
+                b"n" * 32, 0, number.to_bytes(32, "little"), b"", 0, (self.size,), number * self.size, 0,
                 HEADER + number * (HEADER + self.size),
             )
             for number in range(first, last)

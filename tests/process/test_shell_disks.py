@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from testbed.core.second_backing import StoreOpened
-from testbed.core.shared_store import SharedOpened
+from testbed.core.shared_store import opened
 from testbed.process.manager_process import all_written
 from testbed.process.peers import KEY_BYTES, NAMESPACE, Engine, keys_of, status, until
 
@@ -190,7 +190,7 @@ class SlowDictionary(SlowStore):
 class SharedDictionary(SlowDictionary):
     """A store that has to be asked: others have put some chains there. It is late, lies, and loses what it has."""
 
-    named = "shared"
+    named = "remote"
 
     def __init__(self, arena: memoryview, luck: random.Random) -> None:
         super().__init__(arena, luck)
@@ -203,7 +203,8 @@ class SharedDictionary(SlowDictionary):
         self.kept[NAMESPACE, 0, keys_of([number])] = text_of(number).ljust(SHARD)[:SHARD].encode()
 
     def start(self, number: int, tell: Callable[[ev.Event], None]) -> None:
-        tell(SharedOpened(number))
+        for event in opened(number):
+            tell(event)
         SlowStore.start(self, number, tell)
 
     def _carry_out(self, io: ev.ToBacking) -> ev.Done | ev.Found:
@@ -418,7 +419,7 @@ def test_what_others_have_put_into_a_store_is_restored_here() -> None:
         until(restored, "it is fetched")
         (leased,) = [leased for _, leased in held.values()]
         assert [key for key, _ in leased] == chain
-        assert status(there)["kept"]["shared"] == {"backings": 1, "backed_objects": len(chain)}
+        assert status(there)["kept"]["remote"] == {"backings": 1, "backed_objects": len(chain)}
         one.bye()
         two.bye()
 

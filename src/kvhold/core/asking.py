@@ -10,7 +10,7 @@ from typing import Final
 from kvhold.core import events as ev
 from kvhold.core.backing import Asked, Io
 from kvhold.core.common import Common, Timer
-from kvhold.core.events import Effect
+from kvhold.core.events import Effect, Reason
 from kvhold.core.heard import ABSENT, NOT_GOT, THERE, UNKNOWN
 from kvhold.core.history import fingerprint
 from kvhold.core.indexes import Index
@@ -50,6 +50,11 @@ class Asking:
     def worth(self, index: Index) -> bool:
         """Whether anybody could have what is not here."""
         return bool(self._asked) and not index.private and any(one.usable for one in self._asked.values())
+
+    def why_not(self, index: Index) -> Reason:
+        """Why what nobody has here, or is known to have, cannot be had."""
+        down = bool(self._asked) and not index.private and not any(one.usable for one in self._asked.values())
+        return Reason.REMOTE_DOWN if down else Reason.NOT_STORED
 
     def where(self, index: Index, key: bytes) -> int | None:
         """The number of a backing that has said that it has ``key``."""

@@ -188,6 +188,14 @@ class Asked(Backing, Protocol):
         """It has said so; or it could not be asked."""
         ...
 
+    def too_late(self) -> Sequence[int]:
+        """Rows of a read that takes too long, each once: from now on nobody waits for them, whenever it ends."""
+        ...
+
+    def touched(self, row: int, parent: bytes, depth: int) -> None:
+        """An object in DRAM that follows ``parent`` was used: it may be time to see whether it is still here."""
+        ...
+
 
 class Backings:
     """All of them, by number, and every I/O that is not answered, by its number."""

@@ -77,16 +77,20 @@ class Catalogue(Indexed):
         self.freed += 1
         self._list(row, index, key)
         self.recency.insert(row, index.recency, self._near(parent))
-        index.used_at = self.recency.clock.now
+        index.used_at = self.born[row] = self.recency.clock.now
         self._follow(row, index, parent)
         return True
 
-    def recover(self, index: Index, key: bytes, place: int) -> int:
-        """An object that was found in a backing: older than all that were found before, which are younger there."""
+    def recover(self, index: Index, key: bytes, place: int, born: int) -> int:
+        """An object that was found in a backing: older than all that were found before, which are younger there.
+
+        It was computed when it was ``born``, or before.
+        """
         row = self.new()
         self.move(row, State.COLD)
         self.owner[row] = index.id
         self.size[row] = index.size
+        self.born[row] = born
         self.put(row, place)
         self.logged[row] = 1
         self.cold += 1
@@ -112,7 +116,7 @@ class Catalogue(Indexed):
         self.cold -= 1
         self.offset[row], self.epoch[row] = offset, epoch
         self.recency.insert(row, index.recency, self._near(parent), again=True)
-        index.used_at = self.recency.clock.now
+        index.used_at = self.born[row] = self.recency.clock.now
         self._follow(row, index, parent)
         return True
 
@@ -243,9 +247,11 @@ class Catalogue(Indexed):
 
     # --- backings -----------------------------------------------------------------------------------------------
 
-    def loaded(self, row: int, place: int) -> None:
-        """The read of what is at ``place`` into a LOADING row has ended well."""
+    def loaded(self, row: int, place: int, age: int | None) -> None:
+        """The read of what is at ``place`` into a LOADING row has ended well. Its ``age`` may be known."""
         if self.state[row] == State.LOADING:
+            if age is not None:
+                self.born[row] = self.recency.clock.now - age
             if self.expected(row):
                 self.put(row, place)
             self.move(row, State.LEASED)
@@ -270,7 +276,7 @@ class Catalogue(Indexed):
         self.displace(row)
         index.objects -= 1
         self.objects -= 1
-        again = self.recover(index, key, places[0])
+        again = self.recover(index, key, places[0], self.born[row])
         for place in places[1:]:
             self.put(again, place)
         for place in places:

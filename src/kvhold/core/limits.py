@@ -76,6 +76,12 @@ class Limits:
     """How long a backing's word is believed that it has an object,"""
     absent_ns: int = SECOND
     """and that it has not."""
+    get_ns: int = SECOND
+    """How long somebody waits for what such a backing is giving."""
+    proved_ns: int = 600 * SECOND
+    """How long it is believed that it has what it was given, or has given: what is used after that is offered again."""
+    put_rate: int = 0
+    """Bytes a second given to such a backing; 0 is no limit."""
     not_got_ns: int = 30 * SECOND
     """How long what a backing did not give, or gave wrong, is not tried again, whatever it says."""
     retry_ns: int = 10 * SECOND

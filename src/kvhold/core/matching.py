@@ -109,8 +109,9 @@ class Matching:
         operation.lacked = name_of(part.index, position, key)
         if reason is Reason.NOT_STORED and search is not None and position >= part.skip:
             self._missing(operation, key, position)
-            return Reason.DEADLINE if search.late and self._fetching.asking.unknown(part.index, key) else reason
-        return reason
+            late = search.late and self._fetching.asking.unknown(part.index, key)
+            return Reason.REMOTE_LATE if late else self._fetching.asking.why_not(part.index)
+        return self._fetching.asking.why_not(part.index) if reason is Reason.NOT_STORED else reason
 
     # --- exactly these ------------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class Matching:
             if reason is Reason.NOT_STORED:
                 self._missing(operation, batch[held], start + held)
         else:
-            reason = Reason.NOT_STORED
+            reason = self._fetching.asking.why_not(part.index)
             self._missing(operation, batch[held], start + held)
         if reason and reason is not Reason.BUDGET:  # which is of all of them
             operation.lacked = name_of(part.index, start + held, batch[held])

@@ -90,6 +90,17 @@ class Operations:
             if operation.phase is Phase.WAITING and not operation.missing:
                 yield self._conclude(operation, operation.reason)
 
+    def wait_no_longer(self, rows: Sequence[int]) -> list[Effect]:
+        """What somebody waits for may come too late: whoever does is answered with what is there now."""
+        late = list(dict.fromkeys(operation for row in rows for operation in self._waiters.get(row, ())))
+        return self._common.start(self._conclude_late(late)) if late else []
+
+    def _conclude_late(self, operations: list[Operation]) -> Work:
+        """One a slice: an answer may be long."""
+        for operation in operations:
+            if operation.phase is Phase.WAITING:
+                yield self._conclude(operation, Reason.REMOTE_LATE)
+
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _conclude(self, operation: Operation, reason: Reason) -> list[Effect]:
@@ -187,7 +198,7 @@ class Operations:
         if operation.phase is Phase.WAITING:
             yield self._conclude(operation, operation.reason)
         elif operation.phase is Phase.ASKING and not operation.looks:
-            yield self._conclude(operation, Reason.DEADLINE)
+            yield self._conclude(operation, Reason.REMOTE_LATE)
 
     def release(self, event: ev.Release) -> Work:
         session = self._common.sessions.get(event.session)

@@ -44,18 +44,20 @@ class Placement:
 
     def touched(self, rows: Sequence[int], start: int, end: int) -> None:
         """Objects ``start`` to ``end`` of the chain ``rows`` were found; that may make them worth writing."""
-        if self._backings and self._common.limits.second_touch:
+        if self._backings and (self._common.limits.second_touch or self._common.backings.asked):
             key = self._common.catalogue.key
             for depth in range(start, end):
                 self.touched_one(rows[depth], key[rows[depth - 1]] if depth else b"", depth)
 
     def touched_one(self, row: int, parent: bytes, depth: int) -> None:
         """An object that follows ``parent`` was found."""
-        catalogue = self._common.catalogue
-        if not self._backings or not self._common.limits.second_touch:
+        catalogue, asked = self._common.catalogue, self._common.backings.asked
+        if not State.RESIDENT <= catalogue.state[row] <= State.LEASED:
             return
-        if State.RESIDENT <= catalogue.state[row] <= State.LEASED and not catalogue.kept(row):
+        if self._backings and self._common.limits.second_touch and not catalogue.kept(row):
             self.stored(row, parent, depth)
+        for one in asked.values():
+            one.touched(row, parent, depth)
 
     def source(self, row: int, tried: int = 0) -> tuple[int, Reason]:
         """The place to read an object from, but for backings whose numbers are bits of ``tried``; or 0, and why not."""

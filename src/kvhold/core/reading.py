@@ -110,9 +110,9 @@ class Reading:
                 return
             yield row
 
-    def done(self, io: Io, failed: set[int], kept: bool) -> list[Effect]:
-        """What follows from a read. What failed is lost, unless it is ``kept``: it may be as it was."""
-        catalogue, counters = self._common.catalogue, self._common.counters
+    def done(self, io: Io, failed: set[int], event: ev.Done) -> list[Effect]:
+        """What follows from a read. What ``failed`` is lost, unless it is ``kept``: it may be as it was."""
+        catalogue, counters, kept = self._common.catalogue, self._common.counters, event.kept
         self.bytes -= io.bytes
         io.backing.read_ended(io, None if io.cancelled else len(failed) < len(io.rows))
         arrived: list[tuple[int, bool]] = []
@@ -128,7 +128,7 @@ class Reading:
                     catalogue.note(Kind.LOADED, row)
                     if catalogue.expected(row):
                         fetched.append((catalogue.indexes[catalogue.owner[row]], catalogue.key[row]))
-                catalogue.loaded(row, _anywhere(io.backing.number))
+                catalogue.loaded(row, _anywhere(io.backing.number), event.ages[position] if event.ages else None)
             elif io.cancelled and not doomed:
                 if catalogue.leases[row] == 1:
                     catalogue.unfill(row)

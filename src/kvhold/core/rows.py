@@ -148,6 +148,7 @@ class Rows:
         self.owner = array("Q")  # index id
         self.size = array("Q")
         self.stamp = array("Q")  # recency, comparable between lists
+        self.born = array("q")  # when the object was computed, in nanoseconds of the core's clock, as far as is known
         self.place = array("Q")  # in a backing that gives places; 0 is nowhere
         self.older = array("i")
         self.newer = array("i")
@@ -164,7 +165,7 @@ class Rows:
         self.state.append(State.FREE)
         self.logged.append(0)
         self.there.append(0)
-        for column in (self.leases, self.epoch, self.offset, self.owner, self.size, self.stamp, self.place):
+        for column in (self.leases, self.epoch, self.offset, self.owner, self.size, self.stamp, self.born, self.place):
             column.append(0)
         for column in (self.older, self.newer, self.before, self.after):
             column.append(-1)

@@ -89,7 +89,7 @@ class Core:
                     self._go_on(operation)
             case ev.Tick():
                 self._ask_no_longer()
-                return self.operations.tick(event)
+                return self._wait_no_longer() + self.operations.tick(event)
             case ev.Return():
                 return self.credits.give_back(event)
             case ev.AnswerNow():
@@ -140,6 +140,14 @@ class Core:
             assert operation.search is not None
             operation.search.late = True
             self._go_on(operation)
+
+    def _wait_no_longer(self) -> list[Effect]:
+        """Go on without what others take too long to give."""
+        effects: list[Effect] = []
+        for one in self.common.backings.asked.values():
+            while rows := one.too_late():
+                effects += self.operations.wait_no_longer(rows)
+        return effects
 
     @property
     def has_work(self) -> bool:

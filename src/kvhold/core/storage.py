@@ -16,9 +16,14 @@ from kvhold.core.log.backing import LogBacking
 from kvhold.core.log.events import LogOpened
 from kvhold.core.placement import Placement
 from kvhold.core.reading import Reading
+from kvhold.core.remote.backing import RemoteBacking
+from kvhold.core.remote.events import RemoteOpened
 from kvhold.core.sessions import Operation
 
-KINDS: Final[dict[type[ev.BackingOpened], Callable[[Common, Any], Backing]]] = {LogOpened: LogBacking}
+KINDS: Final[dict[type[ev.BackingOpened], Callable[[Common, Any], Backing]]] = {
+    LogOpened: LogBacking,
+    RemoteOpened: RemoteBacking,
+}
 """What each kind of backing begins as, by the word that there is one."""
 
 
@@ -83,7 +88,7 @@ class Storage:
             return []
         failed = set(event.failed)
         if io.kind == "read":
-            return self.reading.done(io, failed, event.kept)
+            return self.reading.done(io, failed, event)
         io.backing.ended(io, failed)
         if failed:
             self._common.counters[f"{io.kind}_failed"] += 1

@@ -50,7 +50,7 @@ class SsdStore:
 
     def start(self, log: int, tell: Callable[[ev.Event], None]) -> None:
         opened = self._log
-        self._executor = Executor(opened, self._arena, lambda io, failed, kept: tell(ev.Done(io, failed, kept)))
+        self._executor = Executor(opened, self._arena, lambda *ended: tell(ev.Done(*ended)))
         tell(lev.LogOpened(log, len(opened.numbers), opened.segment_bytes, opened.newest_seq))
         threading.Thread(target=self._recover, args=(log, tell), name="kvhold-ssd-recover", daemon=True).start()
 

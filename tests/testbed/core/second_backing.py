@@ -96,7 +96,7 @@ class StoreBacking:
         catalogue = self._catalogue
         index = catalogue.indexes[catalogue.owner[row]]
         name, key = index.namespace.name, catalogue.key[row]
-        return ev.Stored(name, index.group, key, parent, depth, index.shards, catalogue.offset[row])
+        return ev.Stored(name, index.group, key, parent, depth, index.shards, catalogue.offset[row], 0)
 
     # --- writing
 

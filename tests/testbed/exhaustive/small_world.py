@@ -13,7 +13,7 @@ from typing import Any
 from testbed.core.core_world import Slot, audit, known, offsets_of, pack, segment_of, slots_of
 from testbed.core.fake_disks import FakeDisk, Name
 from testbed.core.second_backing import StoreBacking, StoreOpened
-from testbed.core.shared_store import SharedBacking, SharedOpened
+from testbed.core.shared_store import opened
 
 from kvhold.core import Core
 from kvhold.core import events as ev
@@ -26,6 +26,7 @@ from kvhold.core.limits import Limits
 from kvhold.core.log import events as lev
 from kvhold.core.log.device import LogIo
 from kvhold.core.log.segments import HEADER, Segment
+from kvhold.core.remote.backing import RemoteBacking
 from kvhold.core.rows import State
 from kvhold.core.sessions import Attachment, Operation, Phase
 
@@ -95,6 +96,8 @@ LIMITS = Limits(
     there_ns=4,
     absent_ns=2,
     not_got_ns=6,
+    get_ns=3,
+    proved_ns=4,
 )
 
 
@@ -159,7 +162,8 @@ class SmallWorld:
             self._tell(StoreOpened(STORE))
         if setting.shared is not None:
             self.disk.stores[SHARED] = {NAMES[key] for key in setting.shared}
-            self._tell(SharedOpened(SHARED))
+            for event in opened(SHARED):
+                self._tell(event)
         if setting.present:
             for engine in (0, 1):
                 self.apply(("join", engine, Role.SCHEDULER))
@@ -821,7 +825,7 @@ def log_io(io: Io) -> LogIo:
     """An I/O with its segment, which is the log's to know of a read; one of a store has none."""
     if isinstance(io, LogIo):
         return io
-    if isinstance(io.backing, StoreBacking):
+    if isinstance(io.backing, StoreBacking | RemoteBacking):
         return LogIo(0, io.backing, io.kind)
     return LogIo(0, io.backing, io.kind, segment=io.backing.device.reading[io.number])  # type: ignore[attr-defined]
 
@@ -1012,10 +1016,18 @@ class Canon:
         told.append([ask.cleared == asking.heard.cleared for ask in asking.asks.values()])
         told.append(self.marks(asking.heard._marks))
         for backing in storage.backings.values():
-            if isinstance(backing, SharedBacking):
-                told.append(self.left(backing.asks))
+            epoch = self.catalogue.epoch
+            if isinstance(backing, RemoteBacking):
+                told.append(backing.usable)
+                told.append([self.name(one.row) if epoch[one.row] == one.epoch else None for one in backing.queue])
+                told.append([(self.name(row), backing._begun - number) for row, number in backing.writing.items()])
+                told.append(self.left(backing._reads))
+                told.append(self.named(backing._late))
+                patience = self.core.common.limits.proved_ns
+                offers = [(self.name(row), self.world.now - at) for row, at in enumerate(backing._offered)]
+                told.append(sorted((repr(name), min(age, patience)) for name, age in offers if name is not None))
+                continue
             if isinstance(backing, StoreBacking):
-                epoch = self.catalogue.epoch
                 told.append([self.name(one.row) if epoch[one.row] == one.epoch else None for one in backing.queue])
                 told.append([(self.name(row), backing._begun - number) for row, number in backing.writing.items()])
                 told.append(self.left(backing.reads))

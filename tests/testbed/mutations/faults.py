@@ -449,6 +449,49 @@ FAULTS: Final = (
         "catalogue.read_failed(row)",
         "every question is answered",
     ),
+    # --- a remote store
+    Fault(
+        "what a store does not take stays leased",
+        "ended",
+        "self._catalogue.release([row])",
+        "pass",
+        "what nobody leases is held by nobody",
+    ),
+    Fault(
+        "what a store did not take counts as there",
+        "ended",
+        "position in failed",
+        "position in failed and not self.usable",
+        "only what a store said to have is there",
+    ),
+    Fault(
+        "what a store takes too long to give is not held",
+        "too_late",
+        "self._late.update(rows)",
+        "",
+        "a question does not wait for what is late already",
+    ),
+    Fault(
+        "a store that does not serve is asked",
+        "ask",
+        "if not one.usable:\n    continue",
+        "",
+        "nothing is asked of a store that does not serve",
+    ),
+    Fault(
+        "what is private is given to a store",
+        "stored",
+        "self._read_only or self._catalogue.indexes[self._catalogue.owner[row]].private",
+        "self._read_only",
+        "what is private stays here",
+    ),
+    Fault(
+        "what is put is not counted",
+        "_put",
+        "self.putting += io.bytes",
+        "",
+        "what is put is an eighth of the arena at most",
+    ),
     # --- several backings
     Fault(
         "what a log gives up is lost though another backing has it",

@@ -18,6 +18,7 @@ from kvhold.core.events import Effect, Event, Gone, Reason, Role
 from kvhold.core.eviction import POLICIES
 from kvhold.core.limits import Limits
 from kvhold.core.log.segments import HEADER
+from kvhold.core.remote.backing import RemoteBacking
 from kvhold.core.rows import State
 
 UNIT = 4096
@@ -55,6 +56,8 @@ LIMITS = {
     "there_ns": 60,
     "absent_ns": 20,
     "not_got_ns": 200,
+    "get_ns": 30,
+    "proved_ns": 100,
 }
 """Little of everything, so that budgets and deadlines are met often."""
 
@@ -208,6 +211,7 @@ class CoreModel:
         self.ever: set[Name] = set()  # and what was at any time
         self.private: set[bytes] = set()  # namespaces of one instance each
         self.shared: list[int] = []  # stores that are asked
+        self.serving: set[int] = set()  # those of them that serve
         self.said: dict[tuple[int, int, bytes], int] = {}  # until when it counts what one has said of a key
         self.believed: set[Name] = set()  # what any was ever said to have
         self.not_got: dict[tuple[int, int, bytes], int] = {}  # until when it is not tried again
@@ -328,7 +332,7 @@ class CoreModel:
 
     def asks(self, ask: ev.Ask) -> None:
         """Others are asked for what somebody wants to know, once, and not for what is private or here or was heard."""
-        assert ask.backing in self.shared
+        assert ask.backing in self.serving
         assert len(ask.names) <= self.limits.ask_batch
         wanted = {name for engine in self.engines for one in engine.asked.values() for name in one.names[one.skip :]}
         wanted |= {
@@ -608,8 +612,13 @@ class CoreModel:
             case Reason.BUDGET:
                 assert one.names[resident] in before.view or one.names[resident] in self.believed
             case Reason.DEADLINE | Reason.READ_FAILED:
-                # A read may end while other slices are matched; and a store may not be asked for more now.
-                assert len(one.names) > SLICE or (reason is Reason.DEADLINE and self.asks_are_full()), "it did not wait"
+                assert len(one.names) > SLICE, "it did not wait"  # a read may end while other slices are matched
+            case Reason.REMOTE_LATE:
+                late = any(one._late for one in self.core.storage.backings.values() if isinstance(one, RemoteBacking))
+                assert len(one.names) > SLICE or self.asks_are_full() or late, "it did not wait"
+            case Reason.REMOTE_DOWN:
+                assert self.shared
+                assert not self.serving
 
     def asks_are_full(self) -> bool:
         asks = Counter(io.backing for io in self.disk.flying.values() if isinstance(io, ev.Ask))

@@ -11,7 +11,7 @@ from hypothesis.stateful import (
 from testbed.core.core_world import Slot, pack
 from testbed.core.fake_disks import Name
 from testbed.core.second_backing import StoreOpened
-from testbed.core.shared_store import SharedOpened
+from testbed.core.shared_store import opened
 from testbed.property.core_model import (
     PAGE,
     PAGES,
@@ -31,6 +31,7 @@ from testbed.property.core_model import (
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Role
 from kvhold.core.log import events as lev
+from kvhold.core.remote.events import Serves
 from kvhold.core.rows import State
 
 NAMESPACES = [b"\0\1n", b"\1\1n", b"\0\2n"]
@@ -125,7 +126,9 @@ class Engines(CoreModel):
             self.do(StoreOpened(store))
         for store in range(logs + stores, logs + stores + shared):
             self.shared.append(store)
-            self.do(SharedOpened(store))
+            self.serving.add(store)
+            for event in opened(store):
+                self.do(event)
             self.others_store(store, 0, geometry, 6)
         if recovered:
             while self.recovering or self.unready:
@@ -179,6 +182,14 @@ class Engines(CoreModel):
     @rule(number=small, chain=st.integers(0, 2), geometry=st.integers(0, 2), length=st.integers(1, 12))
     def stored_elsewhere(self, number: int, chain: int, geometry: int, length: int) -> None:
         self.others_store(self.shared[number % len(self.shared)], chain, geometry, length)
+
+    @precondition(lambda self: self.shared)
+    @rule(number=small, serves=st.sampled_from([True, True, False]))
+    def serves(self, number: int, serves: bool) -> None:
+        """A store is out of service, or is back."""
+        store = self.shared[number % len(self.shared)]
+        (self.serving.add if serves else self.serving.discard)(store)
+        self.do(Serves(store, serves))
 
     # --- sessions -----------------------------------------------------------------------------------------------
 

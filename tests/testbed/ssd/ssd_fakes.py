@@ -277,7 +277,7 @@ class Driver:
         self._io = 0
         self._offset = 0
 
-    def _done(self, io: int, failed: tuple[int, ...], kept: bool) -> None:
+    def _done(self, io: int, failed: tuple[int, ...], kept: bool, ages: tuple[int, ...]) -> None:
         self.kept[io] = kept
         self.answers.put((io, failed))
 
@@ -307,7 +307,7 @@ class Driver:
                 self._offset = 0
             if fill:
                 self.arena[self._offset : self._offset + size] = item.payload
-            place = (item.namespace, item.group, item.key, b"parent", depth, item.shards, self._offset, at)
+            place = (item.namespace, item.group, item.key, b"parent", depth, item.shards, self._offset, 0, at)
             stored.append(Stored(*place))
             self._offset += size
             at += HEADER + size
@@ -343,7 +343,7 @@ class Driver:
         """The payload of a record, if it proves to be right."""
         namespace, group, key, shards, _, segment, seq, at, _ = record
         self.arena[: sum(shards)] = b"\xee" * sum(shards)
-        stored = Stored(namespace, group, key, b"", 0, shards, 0, at)
+        stored = Stored(namespace, group, key, b"", 0, shards, 0, 0, at)
         failed = self.do(Read(self.io(), 0, (stored,), segment, seq))
         return None if failed else bytes(self.arena[: sum(shards)])
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from testbed.core.core_world import NAMESPACE, SLOT, Engine, World, chain
-from testbed.core.shared_store import SharedOpened
+from testbed.core.shared_store import opened
 
 from kvhold.core import events as ev
 from kvhold.core.audit import RULES
@@ -27,7 +27,8 @@ def world(policy: str = "lru") -> World:
     one.query(chain(6), op=1)
     made.settle(one.query_event(chain(1, "on"), op=2))
     made.engine("two", slots=4, watch=True)
-    made.handle(SharedOpened(1))
+    for event in opened(1):
+        made.handle(event)
     made.settle(one.query_event(chain(2, "what"), op=3))
     made.settle(ev.Lookup(one.scheduler, 4, ((0, b"".join(chain(9, "else"))),)))
     made.settle(made.disk.finish(max(made.disk.flying)))
@@ -316,6 +317,10 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "heard twice": (
         lambda w: heard_twice(w.core.common.heard),
         "what was heard is remembered of each key once",
+    ),
+    "a row that no store expects": (
+        lambda w: w.core.storage.backings[1].expected.add(0),
+        "a remote store holds all and only the rows of its I/Os, and expects those that wait to be read from it",
     ),
     "order": (
         lambda w: device(w).log.sealed.append(Segment(0, 0, 0)),

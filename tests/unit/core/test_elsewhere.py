@@ -2,11 +2,12 @@
 
 import pytest
 from testbed.core.core_world import NAMESPACE, SLOT, Engine, World, chain
-from testbed.core.shared_store import SharedOpened
+from testbed.core.shared_store import opened
 
 from kvhold.core import events as ev
 from kvhold.core.events import Gone, Reason, Tier
 from kvhold.core.limits import Limits
+from kvhold.core.remote.events import Serves
 from kvhold.core.rows import State
 
 STORE, OTHER = 8, 9
@@ -23,7 +24,8 @@ def world_of(*there: bytes, number: int = STORE, **limits: int) -> tuple[World, 
 
 def share(world: World, *keys: bytes, number: int = STORE) -> None:
     world.disk.stores[number] = {(NAMESPACE, 0, key) for key in keys}
-    world.handle(SharedOpened(number))
+    for event in opened(number):
+        world.handle(event)
 
 
 def asks(world: World) -> list[ev.Ask]:
@@ -245,7 +247,7 @@ def test_a_question_does_not_wait_for_who_says_nothing() -> None:
     assert deadline <= world.now + 20 * MS
     assert not only(ev.Answer, later(world, 19 * MS))
     (answer,) = only(ev.Answer, later(world, 2 * MS))
-    assert (answer.resident, answer.reason) == (0, Reason.DEADLINE)
+    assert (answer.resident, answer.reason) == (0, Reason.REMOTE_LATE)
     answered(world)
     (residency,) = only(ev.Residency, lookup(engine, chain(2), op=2))
     assert residency.tiers == (bytes([Tier.ELSEWHERE] * 2),), "what is heard late counts"
@@ -262,7 +264,7 @@ def test_who_wants_an_answer_now_has_it() -> None:
     world, engine = world_of(*chain(2))
     world.settle(engine.query_event(chain(2), op=1))
     (answer,) = only(ev.Answer, world.settle(ev.AnswerNow(engine.scheduler, 1, 1)))
-    assert answer.reason is Reason.DEADLINE
+    assert answer.reason is Reason.REMOTE_LATE
     assert not only(ev.Answer, answered(world))
 
 
@@ -270,16 +272,20 @@ def test_so_many_asks_are_under_way_at_most() -> None:
     world, engine = world_of(asks=1)
     world.settle(engine.query_event(chain(1), op=1))
     (answer,) = only(ev.Answer, world.settle(engine.query_event(chain(1, "b"), op=2)))
-    assert answer.reason is Reason.DEADLINE
+    assert answer.reason is Reason.REMOTE_LATE
 
 
-def test_a_store_that_hangs_is_not_asked() -> None:
+def test_a_store_that_does_not_serve_is_not_asked() -> None:
     world, engine = world_of(*chain(2))
-    world.settle(engine.query_event(chain(2), op=1))
-    later(world, 3_000 * MS)
-    (answer,) = only(ev.Answer, world.settle(engine.query_event(chain(2, "b"), op=2)))
-    assert answer.reason is Reason.NOT_STORED
-    assert len(only(ev.Ask, world.told)) == 1
+    world.handle(Serves(STORE, serves=False))
+    (answer,) = only(ev.Answer, world.settle(engine.query_event(chain(2), op=1)))
+    assert answer.reason is Reason.REMOTE_DOWN
+    (answer,) = only(ev.Answer, engine.prepare((0, chain(2)), op=2))
+    assert answer.reason is Reason.REMOTE_DOWN
+    assert not asks(world)
+    world.handle(Serves(STORE, serves=True))
+    world.settle(engine.query_event(chain(2), op=3))
+    assert asks(world)
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------

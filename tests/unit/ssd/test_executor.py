@@ -500,7 +500,7 @@ def test_closing_syncs_what_was_written(driver: Driver) -> None:
 def test_an_answer_that_is_not_taken_stops_nothing(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     taken = driver.answers.put
 
-    def done(io: int, failed: tuple[int, ...], kept: bool) -> None:
+    def done(io: int, failed: tuple[int, ...], kept: bool, ages: tuple[int, ...]) -> None:
         if io == 900:
             raise RuntimeError("the shell is in trouble")
         taken((io, failed))

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvhold.core.audit.owners import ATTACHMENTS
 from kvhold.core.audit.rules import together
+from kvhold.core.backing import PLACE_BITS
+from kvhold.core.remote.backing import RemoteBacking
+from kvhold.core.rows import State
 from kvhold.core.sessions import Operation, Phase
 
 if TYPE_CHECKING:
@@ -56,3 +59,22 @@ def heard(core: Core) -> Iterator[str]:
     marks = [mark for mark, until in zip(table._marks, table._until, strict=True) if until]
     if len(marks) != len(set(marks)):
         yield f"{len(marks) - len(set(marks))} keys"
+
+
+@together("a remote store holds all and only the rows of its I/Os, and expects those that wait to be read from it")
+def remote(core: Core) -> Iterator[str]:
+    storage, state = core.storage, core.catalogue.state
+    for number, one in storage.backings.items():
+        if not isinstance(one, RemoteBacking):
+            continue
+        puts = [io for io in storage.ios.values() if io.backing is one and io.kind == "write"]
+        reads = {io.number: tuple(io.rows) for io in storage.ios.values() if io.backing is one and io.kind == "read"}
+        if sorted(one.writing) != sorted(row for io in puts for row in io.rows):
+            yield f"rows that backing {number} is given"
+        if one.putting != sum(io.bytes for io in puts) or one._puts != {io.number for io in puts}:
+            yield f"puts of backing {number}"
+        if one._rows != reads or not one._late <= {row for rows in reads.values() for row in rows}:
+            yield f"reads of backing {number}"
+        waiting = {row for row, place in storage.reading.queued.items() if place >> PLACE_BITS == number}
+        if one.expected != {row for row in waiting if state[row] == State.LOADING}:
+            yield f"rows that backing {number} expects"

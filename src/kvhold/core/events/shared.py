@@ -45,13 +45,15 @@ class Reason(StrEnum):
     DEADLINE = "deadline"  # a backing did not give it, or did not say whether it has it, in time
     READ_FAILED = "read_failed"  # a log gave something else
     OUT_OF_SERVICE = "out_of_service"  # the log that has it is not asked at present
+    REMOTE_LATE = "remote_late"  # a store that hosts share did not say whether it has it, or did not give it, in time
+    REMOTE_DOWN = "remote_down"  # it is not here, and such a store is out of service
 
 
 @dataclass(slots=True, frozen=True)
 class Stored:
     """One object as an I/O needs it. ``parent`` and ``depth`` (in its chain) are only known when it is written.
 
-    ``offset`` is its slot's in the arena.
+    ``offset`` is its slot's in the arena. ``age`` is the nanoseconds since it was computed, when it is written.
     """
 
     namespace: bytes
@@ -61,3 +63,4 @@ class Stored:
     depth: int
     shards: tuple[int, ...]
     offset: int
+    age: int

@@ -47,7 +47,7 @@ def recovered(common: Common, device: Device, event: Recovered) -> None:
                 catalogue.drop_index_if_idle(index)
                 geometry = None
                 continue
-            row = catalogue.recover(index, key, place)
+            row = catalogue.recover(index, key, place, segment.born)
         else:
             if known := catalogue.place[row]:
                 number, other, _ = unpack(known)

@@ -21,11 +21,11 @@ _SHARE = 8
 """At most this part of the arena is being written to logs at once."""
 
 
-def record_of(catalogue: Catalogue, row: int, at: int, parent: bytes = b"", depth: int = 0) -> Stored:
+def record_of(catalogue: Catalogue, row: int, at: int, parent: bytes = b"", depth: int = 0, age: int = 0) -> Stored:
     """A row and its record ``at`` a byte of its segment, as an I/O needs them."""
     index = catalogue.indexes[catalogue.owner[row]]
     name, key = index.namespace.name, catalogue.key[row]
-    return Stored(name, index.group, key, parent, depth, index.shards, catalogue.offset[row], at)
+    return Stored(name, index.group, key, parent, depth, index.shards, catalogue.offset[row], age, at)
 
 
 class Writes:
@@ -130,7 +130,7 @@ class Writes:
         device.rows.update(batch.rows)
         device.wrote_at, device.wrote = common.now, batch.bytes
         objects: tuple[Stored, ...] = tuple(
-            record_of(catalogue, row, at, dirty.parent, dirty.depth)
+            record_of(catalogue, row, at, dirty.parent, dirty.depth, max(0, common.now - catalogue.born[row]))
             for row, at, dirty in zip(batch.rows, batch.places, batch.dirty, strict=True)
         )
         return Write(common.backings.begin(batch), device.log.number, objects, segment.number, segment.seq)

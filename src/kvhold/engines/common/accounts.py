@@ -16,6 +16,8 @@ MISSES = (
     "deadline",
     "read_failed",
     "out_of_service",
+    "remote_late",
+    "remote_down",
     "load_failed",
     "lora",
     "ambiguous",

@@ -20,8 +20,8 @@ from kvhold.threads import ENGINE, belongs_to
 
 _ATTEMPTS = 4
 """How often a hit is prepared that turns out to be too large, to have gone meanwhile, or not to come in time."""
-_LATE = ("deadline", "out_of_service")
-"""Why a hit cannot be had that has to be read from SSD; the longest one in what is in DRAM can."""
+_LATE = ("deadline", "out_of_service", "remote_late", "remote_down")
+"""Why a hit cannot be had that has to be read from somewhere; the longest one in what is in DRAM can."""
 _READ = (Tier.BACKING, Tier.ELSEWHERE)
 """Where something has to be read from before it can be restored."""
 _LESS = ("budget", "not_stored", "read_failed", *_LATE)

@@ -14,6 +14,8 @@ MISSES = (
     "deadline",
     "read_failed",
     "out_of_service",
+    "remote_late",
+    "remote_down",
     "budget",
     "too_large",
     "closed",

@@ -17,7 +17,7 @@ from kvhold.core.events import Cancel
 from kvhold.core.log.events import Forget, Read, Reuse, Seal, Sync, ToLog, Write
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.handles import Handles
-from kvhold.tiers.ssd.reading import Reader, is_kept
+from kvhold.tiers.ssd.reading import Outcome, Reader, is_kept
 from kvhold.tiers.ssd.survey import Log
 from kvhold.tiers.ssd.writing import Writer
 
@@ -30,17 +30,18 @@ _SAY_AGAIN: Final = 10.0
 
 
 class Executor:
-    """Carries out a log's effects on ``arena``, the whole mapped arena. Its threads call ``done(io, failed, kept)``.
+    """Carries out a log's effects on ``arena``, the whole mapped arena.
 
-    ``failed`` are the positions of objects that failed: all of them for an I/O that was taken out of its queue, and
-    (0,) for one without objects. ``kept`` says of a read that none of these was looked at: they may be as they were.
+    Its threads call ``done(io, failed, kept, ages)``. ``failed`` are the positions of objects that failed: all of them
+    for an I/O that was taken out of its queue, and (0,) for one without objects. ``kept`` says of a read that none of
+    these was looked at: they may be as they were. ``ages`` are the nanoseconds since its objects were computed.
     """
 
     def __init__(
         self,
         opened: Log,
         arena: memoryview,
-        done: Callable[[int, tuple[int, ...], bool], None],
+        done: Callable[[int, tuple[int, ...], bool, tuple[int, ...]], None],
         *,
         readers: int = 4,
         sync_seconds: float = 2.0,
@@ -139,15 +140,15 @@ class Executor:
 
         reader = Reader(self.log, self._handles, self._arena, counters, trouble)
         while (read := self._next(self._reads)) is not None:
-            failed, kept = everything(read), False
+            outcome = Outcome(everything(read), False, ())
             try:
-                failed, kept = reader.read(read)
+                outcome = reader.read(read)
             except OSError as error:
-                kept = is_kept(error)
+                outcome = outcome._replace(kept=is_kept(error))
                 self._trouble("read", error, counters)
             except Exception as error:  # noqa: BLE001 - a thread that dies would leave everything after unanswered
                 self._trouble("read", error, counters)
-            self._answer(read, failed, kept, counters)
+            self._answer(read, outcome, counters)
 
     def _write_loop(self, counters: Counters) -> None:
         writer = Writer(self.log, self._handles, self._arena, counters)
@@ -177,7 +178,7 @@ class Executor:
                     failed = ()
             except Exception as error:  # noqa: BLE001 - see above
                 self._trouble(type(job).__name__.lower(), error, counters)
-            self._answer(job, failed, False, counters)
+            self._answer(job, Outcome(failed, False, ()), counters)
         with self._changed:
             self._writer_ended = True
             self._changed.notify_all()
@@ -196,7 +197,7 @@ class Executor:
             bad = self._sync(counters)
             for job in seals:
                 failed = bool(bad) if isinstance(job, Sync) else job.segment in bad
-                self._answer(job, (0,) if failed else (), False, counters)
+                self._answer(job, Outcome((0,) if failed else (), False, ()), counters)
 
     def _drop_loop(self) -> None:
         while True:
@@ -206,7 +207,7 @@ class Executor:
                         return
                     self._changed.wait()
                 job = self._dropped.popleft()
-            self._answer(job, everything(job), isinstance(job, Read), None)
+            self._answer(job, Outcome(everything(job), isinstance(job, Read), ()), None)
 
     def _next(self, queue: OrderedDict[int, J]) -> J | None:
         with self._changed:
@@ -248,16 +249,16 @@ class Executor:
             self._dirty(segment)
         return bad
 
-    def _answer(self, job: Job, failed: tuple[int, ...], kept: bool, counters: Counters | None) -> None:
+    def _answer(self, job: Job, outcome: Outcome, counters: Counters | None) -> None:
         with self._changed:
             self._running.pop(job.io, None)
         if self._given_up:
-            kept = isinstance(job, Read) and (kept or not failed)
-            failed = everything(job)
+            kept = isinstance(job, Read) and (outcome.kept or not outcome.failed)
+            outcome = Outcome(everything(job), kept, ())
         if counters is not None:
-            counters.failed_objects += len(failed)
+            counters.failed_objects += len(outcome.failed)
         try:
-            self._done(job.io, failed, kept)
+            self._done(job.io, *outcome)
         except Exception:
             log.exception("ssd: %s: the answer to I/O %d was not taken", self.log.path, job.io)
 

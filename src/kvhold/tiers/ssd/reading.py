@@ -2,17 +2,26 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvhold.core.log.events import Read, Stored
 from kvhold.core.log.segments import HEADER
 from kvhold.tiers.ssd.check import Identity, Place, check_head, check_payload
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.files import IOV_MAX, MEDIA_ERRORS, blocks, read_all
+from kvhold.tiers.ssd.format import RecordHead
 from kvhold.tiers.ssd.handles import Handles
 from kvhold.tiers.ssd.survey import Log
 
 _AT_ONCE: Final = IOV_MAX // 2
+
+
+class Outcome(NamedTuple):
+    """How an I/O has ended: what :class:`~kvhold.core.events.Done` says of it."""
+
+    failed: tuple[int, ...]
+    kept: bool
+    ages: tuple[int, ...]
 
 
 class Reader:
@@ -33,23 +42,21 @@ class Reader:
         self._trouble = trouble
         self._heads = blocks(_AT_ONCE * HEADER)
 
-    def read(self, effect: Read) -> tuple[tuple[int, ...], bool]:
-        """Fill the objects' slots; the positions of those whose bytes must not be used, and whether they are kept.
-
-        OSError: none was read.
-        """
+    def read(self, effect: Read) -> Outcome:
+        """Fill the objects' slots. OSError: none was read."""
         objects = effect.objects
         for stored in objects:
             if stored.offset < 0 or stored.offset + sum(stored.shards) > len(self._arena):
                 raise ValueError(f"{sum(stored.shards)} bytes at {stored.offset} are not in the arena")
         failed: dict[int, bool] = {}
+        ages = [0] * len(objects)
         with self._handles.use(effect.segment, write=False) as handle:
             for run in _runs(objects):
-                failed |= self._read_run(handle, effect, run)
-        return tuple(sorted(failed)), bool(failed) and all(failed.values())
+                failed |= self._read_run(handle, effect, run, ages)
+        return Outcome(tuple(sorted(failed)), bool(failed) and all(failed.values()), tuple(ages))
 
-    def _read_run(self, handle: int, effect: Read, run: list[int]) -> dict[int, bool]:
-        """What failed of ``run``, and whether it is kept."""
+    def _read_run(self, handle: int, effect: Read, run: list[int], ages: list[int]) -> dict[int, bool]:
+        """What failed of ``run``, and whether it is kept; the others' ``ages`` are filled in."""
         objects = [effect.objects[index] for index in run]
         try:
             got = self._fill(handle, objects)
@@ -58,13 +65,15 @@ class Reader:
             if len(run) == 1:
                 return {run[0]: is_kept(error)}
             # One bad sector must not cost the neighbours.
-            return dict(bad for index in run for bad in self._read_run(handle, effect, [index]).items())
-        began = time.perf_counter()
-        failed = {
-            index: False
-            for position, (index, stored) in enumerate(zip(run, objects, strict=True))
-            if not self._good(effect, stored, position, got - (stored.at - objects[0].at))
-        }
+            return dict(bad for index in run for bad in self._read_run(handle, effect, [index], ages).items())
+        began, now = time.perf_counter(), time.time_ns()
+        failed: dict[int, bool] = {}
+        for position, (index, stored) in enumerate(zip(run, objects, strict=True)):
+            head = self._good(effect, stored, position, got - (stored.at - objects[0].at))
+            if head is None:
+                failed[index] = False
+            else:
+                ages[index] = max(0, now - head.created)
         self._counters.checksum_seconds += time.perf_counter() - began
         return failed
 
@@ -83,11 +92,11 @@ class Reader:
         self._counters.read_bytes += got
         return got
 
-    def _good(self, effect: Read, stored: Stored, position: int, got: int) -> bool:
+    def _good(self, effect: Read, stored: Stored, position: int, got: int) -> RecordHead | None:
+        """The header of what is right."""
         length = sum(stored.shards)
-        if got < HEADER + length:
-            reason: str | None = "truncated"
-        else:
+        reason: str | None = "truncated"
+        if got >= HEADER + length:
             place = Place(self._log.id, self._log.numbers[effect.segment], effect.seq, stored.at)
             wanted = Identity(stored.namespace, stored.group, stored.key, stored.shards)
             head = check_head(self._heads[position * HEADER : (position + 1) * HEADER], place, wanted)
@@ -95,9 +104,10 @@ class Reader:
                 reason = head
             else:
                 reason = check_payload(head, self._arena[stored.offset : stored.offset + length])
-        if reason is not None:
-            self._counters.rejected[reason] += 1
-        return reason is None
+                if reason is None:
+                    return head
+        self._counters.rejected[reason or ""] += 1
+        return None
 
 
 def is_kept(error: OSError) -> bool:

@@ -163,8 +163,8 @@ class Writer:
             encode_record(
                 head,
                 RecordHead(
-                    self._log.id, life.seq, number, stored.group, stored.at, HEADER + length, now, stored.namespace,
-                    stored.depth, FROM_MANAGER, stored.key, stored.parent, stored.shards, tuple(sums),
+                    self._log.id, life.seq, number, stored.group, stored.at, HEADER + length, now - stored.age,
+                    stored.namespace, stored.depth, FROM_MANAGER, stored.key, stored.parent, stored.shards, tuple(sums),
                 ),
             )  # fmt: skip
             buffers += (head, payload) if length else (head,)
@@ -175,7 +175,7 @@ class Writer:
             if end > done:
                 return index
             geometry = (stored.namespace, stored.group, len(stored.key), stored.shards)
-            life.entries.append(Entry(geometry, stored.key, stored.at, stored.depth, now))
+            life.entries.append(Entry(geometry, stored.key, stored.at, stored.depth, now - stored.age))
             life.end = end
         return len(objects)
 
