@@ -46,12 +46,12 @@ def make(host: Manager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Storages of engines that are told apart by ``who`` alone."""
     made: list[KvholdStorage] = []
 
-    def one(pools: dict[str, Any], who: str, **extra: Any) -> KvholdStorage:
+    def one(pools: dict[str, Any], who: str, ranks: dict[str, Any] | None = None, **extra: Any) -> KvholdStorage:
         identity = Identity(hashlib.sha256(who.encode()).digest(), False, who, "", {})
         monkeypatch.setattr(backend, "refuse", lambda config: None)
         monkeypatch.setattr(backend, "identify", lambda *_: identity)
         given = {"interface_v1": 1, "socket": str(host.socket), **PATIENT, **extra}
-        made.append(KvholdStorage(storage(extra_config=given), {}))
+        made.append(KvholdStorage(storage(extra_config=given, **ranks or {}), {}))
         made[-1].register_mem_pool_host(pools["kv"])
         for name, pool in pools.items():
             made[-1].register_mem_host_pool_v2(pool, PoolName(name))
@@ -105,6 +105,31 @@ def test_results_are_true_page_by_page(make: Make) -> None:
     assert one.batch_get_v1(wanted, places(pool, [10, 11, 12, 13]), after) == [True, True, False, False]
     assert one.batch_get_v1(["not hex"], places(pool, [1])) == [False], "nothing raises"
     assert one.batch_set_v1(tail, places(pool, [1]), after) == [False] * 3
+
+
+def test_ranks_that_hold_keys_and_values_alike_have_states_of_their_own(make: Make) -> None:
+    """As where layers of latent attention and of linear attention take turns: all ranks store states, one the rest."""
+    pools = [{"kv": latent("page_first"), "mamba": states("page_first")} for _ in range(2)]
+    ranks = [{"tp_rank": rank, "tp_size": 2, "is_mla_model": True} for rank in range(2)]
+    one, two = (make(pools[rank], "alike", ranks[rank]) for rank in range(2))
+    [key] = names(0, of="alike")
+    for rank, mine in enumerate(pools):
+        for each in mine.values():
+            fill(each, 0, rank)
+    state = [PoolTransfer(name=PoolName.MAMBA, keys=[key], host_indices=places(mine["mamba"], [0])) for mine in pools]
+    assert one.batch_set_v1([key], places(pools[0]["kv"], [0])) == [True]
+    assert one.batch_set_v2(state[:1]) == {PoolName.MAMBA: [True]}
+    asked = [PoolTransfer(name=PoolName.MAMBA, keys=[key], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    until(lambda: one.batch_exists_v2([key], asked).kv_hit_pages == 1, "stored")
+    found = two.batch_exists_v2([key], asked)
+    assert found.extra_pool_hit_pages == {PoolName.KV: 1}
+    assert found.kv_hit_pages == 0, "the first rank's state is not the second's"
+    assert two.batch_set_v2(state[1:]) == {PoolName.MAMBA: [True]}
+    until(lambda: two.batch_exists_v2([key], asked).kv_hit_pages == 1, "stored")
+    for storage_of, mine, rank in ((one, pools[0], 0), (two, pools[1], 1)):
+        back = PoolTransfer(name=PoolName.MAMBA, keys=[key], host_indices=places(mine["mamba"], [1]))
+        assert storage_of.batch_get_v2([back]) == {PoolName.MAMBA: [True]}
+        assert content(mine["mamba"], 1) == content(mine["mamba"], 0), rank
 
 
 PRESENT = st.sets(st.integers(0, 5))

@@ -50,4 +50,4 @@ def test_a_pool_that_only_counts_is_refused() -> None:
     pool.page_size = 16
     pool.layout = "page_first"
     with pytest.raises(ValueError, match="does not say where its pages are"):
-        refuse_pool(pool, "kv")
+        refuse_pool(pool, "kv", storage())

@@ -100,6 +100,34 @@ def test_weights_that_are_not_the_folders_are_nobodys(tmp_path: Path) -> None:
     assert named == weights_identity(str(tmp_path), None, "auto", "llama@1") != known
 
 
+def hub(cache: Path, content: bytes) -> Path:
+    """A model ``org/m`` in a hub library's folder."""
+    kept = cache / "models--org--m"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("a" * 40)
+    snapshot = kept / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "pytorch_model.bin").write_bytes(content)
+    return snapshot
+
+
+def test_weights_are_those_of_the_folder_that_the_engine_downloads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another copy of the model may lie in the hub library's own folder, of another day."""
+    usual, other = hub(tmp_path / "usual", b"a" * 64), hub(tmp_path / "other", b"b" * 64)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "usual"))
+
+    def known(*where: str | None) -> str:
+        return weights_identity("org/m", None, "auto", None, *where)
+
+    assert known() == known(None) == known(str(tmp_path / "none")) == weights_identity(str(usual), None, "auto", None)
+    assert known(str(tmp_path / "other")) == weights_identity(str(other), None, "auto", None) != known()
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    assert known() == PRIVATE, "it comes from another hub"
+    assert weights_identity(str(usual), None, "auto", None) != PRIVATE
+
+
 def pool(**given: Any) -> Any:
     device = SimpleNamespace(dtype="torch.float8_e4m3fn", store_dtype="torch.uint8")
     known = {"layout": "page_first", "page_size": 16, "dtype": "torch.uint8", "start_layer": 0, "device_pool": device}
@@ -117,8 +145,10 @@ def test_pools_of_another_form_are_told_apart() -> None:
         pool(head_num=4),
         pool(storage_format_tag="v2"),
     ]
-    assert len({describe_pool(each) for each in told}) == len(told)
-    assert describe_pool(pool(size=1)) == describe_pool(pool(size=2)), "how many pages there are makes no difference"
+    assert len({describe_pool(each, config()) for each in told}) == len(told)
+    assert describe_pool(pool(size=1), config()) == describe_pool(pool(size=2), config()), (
+        "how many pages there are makes no difference"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +208,7 @@ def test_layouts_of_pools_are_looked_at_themselves() -> None:
     for layout in ("layer_first", "page_first", "page_first_direct"):
         check_layout(layout)
     with pytest.raises(ValueError, match="'page_unified'"):
-        refuse_pool(pool(layout="page_unified"), "kv")
+        refuse_pool(pool(layout="page_unified"), "kv", config())
 
 
 def test_a_pool_without_addresses_is_refused() -> None:
@@ -187,7 +217,25 @@ def test_a_pool_without_addresses_is_refused() -> None:
 
     for each in (pool(), pool(get_page_buffer_meta=fails), pool(get_page_buffer_meta=lambda indices: ([], []))):
         with pytest.raises(ValueError, match=r"'mamba'.*does not say where its pages are"):
-            refuse_pool(each, "mamba")
+            refuse_pool(each, "mamba", config())
     with pytest.raises(ValueError, match="--enable-unified-memory"):
-        refuse_pool(pool(stores_page_envelope=True), "kv")
-    refuse_pool(pool(get_page_buffer_meta=lambda indices: ([64], [512])), "kv")
+        refuse_pool(pool(stores_page_envelope=True), "kv", config())
+    refuse_pool(pool(get_page_buffer_meta=lambda indices: ([64], [512])), "kv", config())
+
+
+class MLATokenToKVPoolHost(SimpleNamespace):
+    """Named as SGLang's pool of latent keys and values."""
+
+
+def test_pools_that_ranks_do_not_hold_alike_are_each_ranks_own() -> None:
+    known = {"layout": "page_first", "page_size": 16, "get_page_buffer_meta": lambda indices: ([64], [512])}
+    latent, states = MLATokenToKVPoolHost(**known), SimpleNamespace(**known)
+    first, second = (config(tp_rank=rank, tp_size=2, is_mla_model=True) for rank in range(2))
+    assert describe_pool(latent, first) == describe_pool(latent, second)
+    assert describe_pool(states, first) != describe_pool(states, second)
+    for each in (latent, states):
+        refuse_pool(each, "mamba", first)
+    refuse_pool(latent, "draft", first)
+    refuse_pool(states, "draft", config(is_mla_model=True))
+    with pytest.raises(ValueError, match=r"'draft'.*each rank's own.*--tp-size 1"):
+        refuse_pool(states, "draft", first)

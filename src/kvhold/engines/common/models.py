@@ -28,16 +28,19 @@ def positions(config: Mapping[str, Any], longest: int) -> str:
     return "" if kinds <= _FIXED_POSITIONS else str(longest)
 
 
-def model_folder(name: str, revision: str | None) -> Path | None:
-    """Where the files of a model are that is a folder, or is cached from the hub; None where they are not here."""
-    return Path(name) if Path(name).is_dir() else _snapshot(name, revision)
+def model_folder(name: str, revision: str | None, cache: str | None = None) -> Path | None:
+    """Where the files of a model are that is a folder, or is cached from the hub; None where they are not here.
+
+    ``cache`` is where the engine has them downloaded to, if that is not the hub library's own folder.
+    """
+    return Path(name) if Path(name).is_dir() else _snapshot(name, revision, cache)
 
 
-def _snapshot(name: str, revision: str | None) -> Path | None:
+def _snapshot(name: str, revision: str | None, cache: str | None) -> Path | None:
     """The folder of a hub model's files, where they are cached."""
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
     except Exception:  # noqa: BLE001 - whatever the hub library says, the answer is that we do not know
         return None

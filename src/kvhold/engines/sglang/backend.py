@@ -68,6 +68,7 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         self._lock = threading.Lock()  # of what follows
         self._own: Counter[str] = Counter()  # pages, beside those that the face counts
         self._stats = Stats(config)
+        self._config = config
         self._identity = identify(config, settings.epoch or "", settings.weights_id)
         self._face = Blocking(
             uuid.uuid4().hex,
@@ -93,8 +94,8 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         former = self._pools.get(name)
         if former is not None and former.pages is pages:
             return
-        refuse_pool(pages, name)
-        pool = Pool(name, pages, describe_pool(pages))
+        refuse_pool(pages, name, self._config)
+        pool = Pool(name, pages, describe_pool(pages, self._config))
         pool.page_bytes()
         if former is not None and former.space is not None:
             self._face.close_space(former.space)

@@ -60,15 +60,17 @@ _GEOMETRY = (
     "dcp_size",
 )
 """Attributes of a host pool that say how its pages are made. A pool has those that concern it."""
+_ALIKE = {"MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool"}
+"""Host pools that are the same on all ranks of a model whose keys and values are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What one rank's KV depends on, its pools excepted.
 
-    ``digest`` has 32 bytes and is equal on ranks that hold the same KV. ``private`` says that something could not be
-    identified, so that the digest has something random in it. ``label`` names the model and the rank for people.
-    ``adapters`` are what the files hold of the LoRA adapters that were loaded at the start, by path.
+    ``digest`` has 32 bytes and is equal on ranks that hold the same keys and values. ``private`` says that something
+    could not be identified, so that the digest has something random in it. ``label`` names the model and the rank for
+    people. ``adapters`` are what the files hold of the LoRA adapters that were loaded at the start, by path.
     """
 
     digest: bytes
@@ -134,7 +136,9 @@ def describe(
     return {
         "kvhold_layout": LAYOUT_VERSION,
         "engine": f"sglang {sglang_version} torch {torch.__version__}",
-        "weights": weights_identity(options["model_path"], options["revision"], options["load_format"], weights_id),
+        "weights": weights_identity(
+            options["model_path"], options["revision"], options["load_format"], weights_id, options["download_dir"]
+        ),
         "model_config": plain_config(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
         "positions": positions(model.hf_text_config.to_dict(), model.context_len),
@@ -142,7 +146,7 @@ def describe(
         "drafter": _drafter(options, weights_id),
         "adapters": _adapters(options["lora_paths"] or ()),
         "options": {name: plain(value) for name, value in sorted(options.items()) if name not in known},
-        # Ranks that hold the same KV have one namespace, whichever of them writes.
+        # Ranks that hold the same pages have one namespace, whichever of them writes; a pool of others says the rank.
         "rank": [
             -1 if config.is_mla_model else config.tp_rank,
             config.tp_size,
@@ -161,7 +165,9 @@ def is_private(identity: Mapping[str, Any]) -> bool:
     return PRIVATE in (identity["weights"], *identity["drafter"], *adapters, *identity["options"].values())
 
 
-def weights_identity(path: str, revision: str | None, load_format: object, named: str | None) -> str:
+def weights_identity(
+    path: str, revision: str | None, load_format: object, named: str | None, download_dir: str | None = None
+) -> str:
     """A string that differs for other weights. Weights that cannot be identified are shared with nobody.
 
     Those that the operator has ``named`` are not looked at.
@@ -171,7 +177,7 @@ def weights_identity(path: str, revision: str | None, load_format: object, named
     kind = str(getattr(load_format, "value", load_format))
     if kind == "dummy":
         return "dummy"  # SGLang makes them from a fixed seed and the model's configuration
-    found = weights_in(model_folder(path, revision) if kind in _FROM_FOLDER else None)
+    found = weights_in(_weights_folder(path, revision, download_dir) if kind in _FROM_FOLDER else None)
     if found == PRIVATE:
         log.warning(
             "kvhold: the weights of %s (load format %s) cannot be identified; this engine shares its KV cache with "
@@ -181,6 +187,18 @@ def weights_identity(path: str, revision: str | None, load_format: object, named
             kind,
         )
     return found
+
+
+def _weights_folder(path: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Where SGLang finds the weights: in the folder it downloads to, or else in the hub library's own."""
+    if not Path(path).is_dir() and _from_another_hub():
+        return None
+    return (model_folder(path, revision, download_dir) if download_dir else None) or model_folder(path, revision)
+
+
+def _from_another_hub() -> bool:
+    """Whether SGLang downloads models from ModelScope, which keeps them elsewhere."""
+    return os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("true", "1")
 
 
 def plain(value: Any) -> Any:
@@ -233,7 +251,7 @@ def _drafter(options: Mapping[str, Any], weights_id: str | None) -> list[str]:
     folder = model_folder(path, revision)
     config = folder / "config.json" if folder is not None else None
     told = hashlib.sha256(config.read_bytes()).hexdigest() if config is not None and config.is_file() else ""
-    return [weights_identity(path, revision, load_format, weights_id), told]
+    return [weights_identity(path, revision, load_format, weights_id, options["download_dir"]), told]
 
 
 def _adapters(named: Any) -> list[list[str]]:
@@ -277,11 +295,21 @@ def _gpu() -> str:
     return str(torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
 
 
-def describe_pool(pool: "HostKVCache") -> str:
+def held_alike(pool: "HostKVCache", config: "HiCacheStorageConfig") -> bool:
+    """Whether tensor-parallel ranks have the same pages in ``pool``.
+
+    A model of latent keys and values may have other pools, whose pages are each rank's own: states, and the keys and
+    values of a draft model.
+    """
+    return config.is_mla_model and not _ALIKE.isdisjoint(kind.__name__ for kind in type(pool).__mro__)
+
+
+def describe_pool(pool: "HostKVCache", config: "HiCacheStorageConfig") -> str:
     """How the pages of a host pool are made: equal for two pools only if a page of one is a page of the other."""
     device = getattr(pool, "device_pool", None)
     told = {name: repr(getattr(pool, name)) for name in _GEOMETRY if hasattr(pool, name)}
     # Two logical types of eight bits are stored in the same type.
     types = [str(getattr(holder, name, "")) for holder in (pool, device) for name in ("dtype", "store_dtype")]
     packed = sorted(type(each).__name__ for each in getattr(pool, "packed_draft_device_pools", None) or ())
-    return repr([type(pool).__name__, type(device).__name__, sorted(told.items()), types, packed])
+    rank = -1 if held_alike(pool, config) else config.tp_rank
+    return repr([type(pool).__name__, type(device).__name__, sorted(told.items()), types, packed, rank])

@@ -49,8 +49,8 @@ _CHANGES = """
 CHANGES = frozenset(_CHANGES.split())
 """Arguments that another KV, or KV of another meaning, may come of: their values are part of the identity."""
 _OWN = """
-    context_length load_format lora_paths model_config_parser model_path revision speculative_draft_load_format
-    speculative_draft_model_path speculative_draft_model_revision
+    context_length download_dir load_format lora_paths model_config_parser model_path revision
+    speculative_draft_load_format speculative_draft_model_path speculative_draft_model_revision
 """
 OWN = frozenset(_OWN.split())
 """Arguments that are part of the identity, too, but by more or by less than their value: by files, ranks or a model."""
@@ -80,7 +80,7 @@ _HARMLESS = """
     disaggregation_decode_extra_slots disaggregation_decode_host_receive_threshold
     disaggregation_decode_polling_interval disaggregation_decode_retraction_backup
     disaggregation_enable_kv_checksum disaggregation_ib_device disaggregation_transfer_backend dist_init_addr
-    dist_timeout download_dir dp_size dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout
+    dist_timeout dp_size dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout
     elastic_ep_scale_timeout enable_adaptive_dispatch_to_encoder enable_broadcast_mm_inputs_process
     enable_cache_report enable_cudagraph_gc enable_custom_logit_processor
     enable_dp_attention_local_control_broadcast enable_dp_lm_head enable_draft_weights_cpu_backup

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 _VERSION = "0.5.23"
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Layouts of SGLang's host pool whose pages kvhold can address."""
+_WRITTEN_BY_ALL = "mamba"
+"""The pool that all ranks store also where they hold keys and values alike."""
 
 
 def refuse(config: "HiCacheStorageConfig") -> None:
@@ -88,8 +90,10 @@ def check_hosts(config: "HiCacheStorageConfig", options: Mapping[str, Any]) -> N
         )
 
 
-def refuse_pool(pool: "HostKVCache", name: str) -> None:
-    """Raise ValueError for a host pool whose pages have no addresses, or are of another form."""
+def refuse_pool(pool: "HostKVCache", name: str, config: "HiCacheStorageConfig") -> None:
+    """Raise ValueError for a host pool whose pages have no addresses, are of another form, or are not all written."""
+    from kvhold.engines.sglang.identity import held_alike
+
     if getattr(pool, "stores_page_envelope", False):
         raise ValueError(
             f"kvhold: the host pool {name!r} ({type(pool).__name__}) keeps the pages of several pools in one; start "
@@ -101,6 +105,12 @@ def refuse_pool(pool: "HostKVCache", name: str) -> None:
         raise ValueError(
             f"kvhold: the host pool {name!r} ({type(pool).__name__}) does not say where its pages are, so they cannot "
             "be stored; serve that model without kvhold"
+        )
+    if config.is_mla_model and config.tp_size > 1 and name != _WRITTEN_BY_ALL and not held_alike(pool, config):
+        raise ValueError(
+            f"kvhold: the pages of the host pool {name!r} ({type(pool).__name__}) are each rank's own, and SGLang has "
+            "those of the first rank stored alone; give --tp-size 1, or a draft model with latent attention like the "
+            "target's, or serve that model without kvhold"
         )
 
 

@@ -57,7 +57,7 @@ def describe(
     common = {
         "kvhold_layout": LAYOUT_VERSION,
         "engine": f"vllm {vllm_version}",
-        "weights": weights_identity(model, config.load_config.load_format, weights_id),
+        "weights": _weights(model, config, weights_id),
         "model_config": plain_config(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
         "quantization": [repr(model.quantization), repr(model.quantization_config)],
@@ -126,7 +126,7 @@ def _drafter(config: "VllmConfig", weights_id: str | None) -> list[str]:
     if model is None:
         return [str(speculative.method)]
     described = json.dumps(plain_config(model.hf_config.to_dict()), sort_keys=True)
-    return [str(speculative.method), weights_identity(model, config.load_config.load_format, weights_id), described]
+    return [str(speculative.method), _weights(model, config, weights_id), described]
 
 
 def is_private(identity: dict[str, Any]) -> bool:
@@ -134,7 +134,13 @@ def is_private(identity: dict[str, Any]) -> bool:
     return PRIVATE in (identity["weights"], *identity["drafter"], *identity["processor"])
 
 
-def weights_identity(model: "ModelConfig", load_format: object, named: str | None) -> str:
+def _weights(model: "ModelConfig", config: "VllmConfig", weights_id: str | None) -> str:
+    return weights_identity(model, config.load_config.load_format, weights_id, config.load_config.download_dir)
+
+
+def weights_identity(
+    model: "ModelConfig", load_format: object, named: str | None, download_dir: str | None = None
+) -> str:
     """A string that differs for other weights. Weights that cannot be identified are shared with nobody.
 
     Those that the operator has ``named`` are not looked at.
@@ -144,7 +150,11 @@ def weights_identity(model: "ModelConfig", load_format: object, named: str | Non
     kind = str(getattr(load_format, "value", load_format))
     if kind == "dummy":
         return "dummy"  # vLLM makes them from a fixed seed and the model's configuration
-    folder = _folder(model) if kind in _FROM_FOLDER and not model.model_weights else None
+    folder = (
+        model_folder(model.model, model.revision, download_dir)
+        if kind in _FROM_FOLDER and not model.model_weights
+        else None
+    )
     found = weights_in(folder)
     if found == PRIVATE:
         log.warning(
