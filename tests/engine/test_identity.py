@@ -640,6 +640,18 @@ def test_weights_that_are_not_the_folders_are_nobodys(llama_dir: Path) -> None:
     assert PRIVATE not in (named, identity_of(llama_dir, named=PRIVATE))
 
 
+def test_weights_are_those_of_the_folder_that_the_engine_downloads_to(tmp_path: Path) -> None:
+    kept = tmp_path / "cache" / "models--org--m"
+    snapshot = kept / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("a" * 40)
+    (snapshot / "pytorch_model.bin").write_bytes(b"a" * 64)
+    model: Any = SimpleNamespace(model="org/m", revision=None, model_weights="")
+    assert weights_identity(model, "auto", None) == PRIVATE
+    assert weights_identity(model, "auto", None, str(tmp_path / "cache")) == identity_of(snapshot)
+
+
 def test_code_alone_is_no_weights(tmp_path: Path) -> None:
     (tmp_path / "modeling.py").write_text("pass")
     assert identity_of(tmp_path) == PRIVATE

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from kvhold import protocol as wire
 from kvhold.client.attacher import Attacher
 from kvhold.client.control import Geometry
 from kvhold.core.limits import Limits
-from kvhold.engines.common import blocking
+from kvhold.engines.common import attaching, blocking
+from kvhold.engines.common.attaching import make_attacher
 from kvhold.engines.common.blocking import Blocking, Hit, Space
+from kvhold.engines.common.settings import ManagerSettings
+from kvhold.folders import VARIABLE
 from kvhold.manager.config import ManagerConfig
 from kvhold.manager.listener import Listener
 from kvhold.manager.memory import ArenaMemory
@@ -373,6 +377,51 @@ def test_what_is_on_ssd_alone_is_read_first(serve: Callable[..., Manager], folde
     nothing_held(face, manager.socket)
 
 
+def test_what_leaves_between_a_look_and_the_lease_takes_nothing_else_along(
+    full: Manager, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    face, space = attach(full, "one")
+    two, same = attach(full, "two")
+    keys = keys_of(*range(4))
+    works(face, space, keys)
+    prepare, gone = face._control.prepare, [keys[2], keys[0]]
+
+    def late(*asked: Any) -> Any:
+        if gone:
+            hit = two.find(same, [key := gone.pop()], PATIENT)
+            assert hit.id is not None
+            assert two._control.start(hit.id)
+            two._control.restore_failed(hit.id)
+            two.release(hit)
+            until(lambda: two.look(same, [key], PATIENT) == b"\0", "it is gone")
+        return prepare(*asked)
+
+    monkeypatch.setattr(face._control, "prepare", late)
+    hit, at = face.pick(space, keys, PATIENT)
+    assert at == [1, 3]
+    assert np.array_equal(restore(face, hit), values([keys[1], keys[3]]))
+    assert face.counts["missed_not_stored"] == 2
+    nothing_held(face, full.socket)
+
+
+def test_the_end_of_a_long_chain_is_stored_at_its_depth(
+    full: Manager, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    face, space = attach(full, chain=True)
+    keys, commits = keys_of(*range(4)), []
+    works(face, space, keys[:2])
+    send = face._control._send
+
+    def told(message: Any) -> None:
+        if isinstance(message, wire.Commit):
+            commits.append((message.parent, message.depth, message.keys))
+        send(message)
+
+    monkeypatch.setattr(face._control, "_send", told)
+    assert face.publish(space, keys, buffers(values(keys[2:])), PATIENT, 2, 70_000) == [True] * 2
+    assert commits == [(keys[1], 70_002, b"".join(keys[2:]))]
+
+
 # --- bounds ---------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +448,28 @@ def test_what_can_never_be_stored_is_not_waited_for(full: Manager, attach: Attac
     assert face.publish(space, keys_of(1), [[(memory.ctypes.data, space.size)]], 600.0) == [False]
     assert time.monotonic() - begun < 600
     assert face.counts == {"offered": 1, "unpublished_too_large": 1}
+
+
+def test_objects_of_several_kinds_wait_for_an_ssd_together(
+    serve: Callable[..., Manager], folder: Path, attach: Attach
+) -> None:
+    """Who picks of one kind after the other has one time for all of them."""
+    faults = folder / "faults"
+    faults.mkdir()
+    program = (str(Path(__file__).parents[1] / "testbed" / "process" / "ssd_faulty.py"), str(faults))
+    manager = serve("--ssd", f"{folder}/ssd:64MiB", dram="4MiB", program=program)
+    populated(manager.socket)
+    face, space = attach(manager, size=256 << 10, slots=4)
+    keys = keys_of(*range(24))
+    for each in keys:
+        assert publish(face, space, [each]) == [True]
+        until(lambda: all_written(status(manager.socket)), "it is written")
+    face._control._read_seconds = 600.0
+    (faults / "block-read").touch()
+    hit, at = face.pick(space, keys[:4], PATIENT, 0.1)
+    assert (hit.count, hit.reason, at) == (0, "deadline", []), "not when the manager gives it up"
+    (faults / "block-read").unlink()
+    until(lambda: face.pick(space, keys[:4], PATIENT)[0].count == 4, "it is read")
 
 
 def test_a_stopped_manager_is_waited_for_once(full: Manager, attach: Attach) -> None:
@@ -439,6 +510,24 @@ def test_a_hit_that_nobody_restores_is_given_up_by_itself(folder: Path, attach: 
         nothing_held(face, path)
         assert len(restore(face, hits[0])) == 0
         works(face, space, keys)
+
+
+def test_settings_that_the_hosts_manager_ignores_are_told_of_once(
+    full: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setenv(VARIABLE, str(folder))
+    monkeypatch.setattr(attaching.log, "warning", lambda text, *args: said.append(text % args))
+    settings = ManagerSettings(dram="64MiB", ssd=f"{folder}/own:64MiB")
+    face = Blocking("one", "test", partial(make_attacher, engine="one", settings=settings, reads=True))
+    try:
+        until(lambda: said, "said")
+        assert face.wait(60)
+        assert len(said) == 1
+        assert f"using the manager on {full.socket}" in said[0]
+        assert "those of this engine for dram, ssd are ignored" in said[0]
+    finally:
+        face.close()
 
 
 # --- managers that go, and come again -------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """kvhold's storage over SGLang's real host pools, with a real manager and without an engine."""
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,17 +19,7 @@ from testbed.process.manager_process import Manager
 from testbed.process.peers import populated, until
 from testbed.sglang.arguments import storage
 from testbed.sglang.pools import LAYOUTS, content, fill, keys_and_values, latent, places, states
-
-from kvhold.engines.sglang import backend
-from kvhold.engines.sglang.backend import KvholdStorage
-from kvhold.engines.sglang.identity import Identity
-
-Make = Callable[..., KvholdStorage]
-PATIENT = {"find_deadline_ms": 20_000, "publish_deadline_ms": 20_000, "read_deadline_ms": 20_000}
-
-
-def names(*numbers: int, of: str = "") -> list[str]:
-    return [hashlib.sha256(f"{of}{number}".encode()).hexdigest() for number in numbers]
+from testbed.sglang.storages import Storages, names
 
 
 @pytest.fixture(scope="module")
@@ -42,31 +31,15 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
 
 
 @pytest.fixture
-def make(host: Manager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Storages of engines that are told apart by ``who`` alone."""
-    made: list[KvholdStorage] = []
-
-    def one(pools: dict[str, Any], who: str, ranks: dict[str, Any] | None = None, **extra: Any) -> KvholdStorage:
-        identity = Identity(hashlib.sha256(who.encode()).digest(), False, who, "", {})
-        monkeypatch.setattr(backend, "refuse", lambda config: None)
-        monkeypatch.setattr(backend, "identify", lambda *_: identity)
-        given = {"interface_v1": 1, "socket": str(host.socket), **PATIENT, **extra}
-        made.append(KvholdStorage(storage(extra_config=given, **ranks or {}), {}))
-        made[-1].register_mem_pool_host(pools["kv"])
-        for name, pool in pools.items():
-            made[-1].register_mem_host_pool_v2(pool, PoolName(name))
-        made[-1].on_host_pools_registered()
-        until(lambda: made[-1]._face.attached, "attached")
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.close()
+def make(host: Manager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storages]:
+    made = Storages(host, monkeypatch)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [keys_and_values, latent, states])
-def test_a_page_comes_back_as_it_was(make: Make, kind: Callable[[str], Any], layout: str) -> None:
+def test_a_page_comes_back_as_it_was(make: Storages, kind: Callable[[str], Any], layout: str) -> None:
     """Into another place of another engine's pool, and nothing beside it is touched."""
     if kind is states and layout == "layer_first":
         pytest.skip("SGLang has no such pool of states")
@@ -90,7 +63,7 @@ def test_a_page_comes_back_as_it_was(make: Make, kind: Callable[[str], Any], lay
     assert [content(others, page) for page in untouched] == [before[page] for page in untouched]
 
 
-def test_results_are_true_page_by_page(make: Make) -> None:
+def test_results_are_true_page_by_page(make: Storages) -> None:
     pool = keys_and_values("page_first")
     one = make({"kv": pool}, "page by page")
     for page in range(6):
@@ -107,7 +80,7 @@ def test_results_are_true_page_by_page(make: Make) -> None:
     assert one.batch_set_v1(tail, places(pool, [1]), after) == [False] * 3
 
 
-def test_ranks_that_hold_keys_and_values_alike_have_states_of_their_own(make: Make) -> None:
+def test_ranks_that_hold_keys_and_values_alike_have_states_of_their_own(make: Storages) -> None:
     """As where layers of latent attention and of linear attention take turns: all ranks store states, one the rest."""
     pools = [{"kv": latent("page_first"), "mamba": states("page_first")} for _ in range(2)]
     ranks = [{"tp_rank": rank, "tp_size": 2, "is_mla_model": True} for rank in range(2)]
@@ -138,7 +111,7 @@ PRESENT = st.sets(st.integers(0, 5))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kv=PRESENT, extra=PRESENT, window=st.integers(0, 3), example=st.integers(0, 10**9))
 def test_several_pools_are_answered_for_as_by_sglangs_file_backend(
-    make: Make, tmp_path: Path, kv: set[int], extra: set[int], window: int, example: int
+    make: Storages, tmp_path: Path, kv: set[int], extra: set[int], window: int, example: int
 ) -> None:
     pools = {"kv": keys_and_values("page_first"), "mamba": states("page_first")}
     ours = make(pools, f"several {example}")
@@ -162,7 +135,7 @@ def test_several_pools_are_answered_for_as_by_sglangs_file_backend(
     ours.close()
 
 
-def test_threads_get_right_pages_or_none_while_managers_are_killed(make: Make, host: Manager) -> None:
+def test_threads_get_right_pages_or_none_while_managers_are_killed(make: Storages, host: Manager) -> None:
     pool = keys_and_values("page_first_direct")
     one = make({"kv": pool}, "threads", find_deadline_ms=500, publish_deadline_ms=500)
     wrong: list[str] = []

@@ -25,6 +25,7 @@ class Pages:
 
     layout = "page_first_direct"
     page_size = PAGE
+    size = PAGE * PAGES
 
     def __init__(self) -> None:
         self.memory = torch.zeros(PAGES, SIZE, dtype=torch.uint8)

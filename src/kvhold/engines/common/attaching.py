@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvhold.client.attacher import Attacher, Half
 from kvhold.client.embedded import Embedded
+from kvhold.engines.common.mappings import Mappings
 from kvhold.engines.common.settings import ManagerSettings, own_settings
 from kvhold.folders import runtime_folders, sockets
 from kvhold.host import default_dram
@@ -28,8 +29,8 @@ def make_attacher(half: Half, engine: str, settings: ManagerSettings, reads: boo
         return Attacher(half, [Path(settings.socket)], None, reads)
     dram = parse_size(settings.dram) if settings.dram is not None else default_dram()
     embedded = Embedded(own_sockets(engine), dram, settings.huge_pages, settings.ssd, settings.eviction)
-    # The scheduler speaks for all of an engine's halves: what each of them finds is the same.
-    preferred = None if reads else partial(_say_what_is_ignored, own_settings(settings))
+    # The scheduler's half speaks for all of an engine's: what each of them finds is the same.
+    preferred = None if isinstance(half, Mappings) else partial(_say_what_is_ignored, own_settings(settings))
     return Attacher(half, sockets(), embedded, reads, preferred)
 
 

@@ -14,6 +14,7 @@ Which thread uses what:
 Whatever happens to the manager, what cannot be had in time is a miss: nothing raises for it.
 """
 
+import math
 import threading
 import time
 from array import array
@@ -36,6 +37,10 @@ _LAST_COPY_SECONDS = 30.0
 """How long an end waits for copies that were begun; they need nobody but this process."""
 _LOOK_SECONDS = 0.02
 """Who waits looks so often whether the manager still runs."""
+
+_LOOKS = 3
+"""How often who wants some objects looks which are there, if others make room of them between a look and the lease."""
+_GONE = "gone"
 
 T = TypeVar("T")
 
@@ -266,12 +271,20 @@ class Blocking:
         return "deadline" if self._control.silent else ""
 
     def _await(
-        self, space: Space, question: QuestionId, seconds: float, take: Callable[[QuestionId], T | None]
+        self,
+        space: Space,
+        question: QuestionId,
+        seconds: float,
+        take: Callable[[QuestionId], T | None],
+        end: float = math.inf,
     ) -> T | None:
-        """What ``take`` has of the answer to ``question``; None, and the question is given up, once that is overdue."""
+        """What ``take`` has of the answer to ``question``; None, and the question is given up, once that is overdue.
+
+        Whatever is read from an SSD, it is at ``end`` of the monotonic clock.
+        """
         control = self._control
         while (found := take(question)) is None:
-            left = control.left(question, seconds)
+            left = min(control.left(question, seconds), end - time.monotonic())
             if self._closed or space.number not in self._spaces or left <= 0:
                 control.release((question,))
                 self._nudge()
@@ -310,30 +323,44 @@ class Blocking:
         # Of a space that could not be opened nothing is known.
         return question, tiers[0] or nowhere, ""
 
-    def pick(self, space: Space, keys: Sequence[bytes], seconds: float) -> tuple[Hit, list[int]]:
+    def pick(
+        self, space: Space, keys: Sequence[bytes], seconds: float, most: float = math.inf
+    ) -> tuple[Hit, list[int]]:
         """Lease those of ``keys`` that are there, whatever is missing between them; and their positions in ``keys``.
 
-        For objects of which each is of use by itself. It waits as :meth:`find` does.
+        For objects of which each is of use by itself. It waits as :meth:`find` does, and ``most`` seconds in all.
         """
         keys = space.some(keys)
-        packed, size, end = space.packed(keys), space.geometry.key_bytes, time.monotonic() + seconds
+        packed, now = space.packed(keys), time.monotonic()
         with self._lock:
-            question, tiers, reason = self._look(space, packed, seconds)
-            at = [position for position, tier in enumerate(tiers) if tier]
-            hit = Hit(space, 0, reason or "not_stored")
-            if question is not None and at:
-                wanted = b"".join(packed[position * size : (position + 1) * size] for position in at)
-                question = self._control.prepare(question, ((space.number, wanted),), ())
-                hit = self._leased(space, question, max(0.0, end - time.monotonic()))
-                if hit.count < len(at):
-                    self._control.release((question,))
-                    hit, at = Hit(space, 0, hit.reason or "not_stored"), []
-            elif question is not None:
-                self._control.release((question,))
+            for _ in range(_LOOKS):
+                hit, at = self._pick(space, packed, now + seconds, now + most)
+                if hit.reason != _GONE:
+                    break
+            else:
+                hit = replace(hit, reason="not_stored")
             self._count("asked", len(keys))
             self._count("found", hit.count)
-            self._count(f"missed_{reason or (hit.reason if not at else 'not_stored')}", len(keys) - hit.count)
+            self._count(f"missed_{hit.reason or 'not_stored'}", len(keys) - hit.count)
             return hit, at
+
+    def _pick(self, space: Space, packed: bytes, end: float, last: float) -> tuple[Hit, list[int]]:
+        """What one look says to be there, leased; nothing, and ``_GONE``, if that is not there any more."""
+        size = space.geometry.key_bytes
+        question, tiers, reason = self._look(space, packed, max(0.0, end - time.monotonic()))
+        if question is None:
+            return Hit(space, 0, reason), []
+        at = [position for position, tier in enumerate(tiers) if tier]
+        if not at:
+            self._control.release((question,))
+            return Hit(space, 0, "not_stored"), []
+        wanted = b"".join(packed[position * size : (position + 1) * size] for position in at)
+        question = self._control.prepare(question, ((space.number, wanted),), ())
+        hit = self._leased(space, question, max(0.0, end - time.monotonic()), last)
+        if hit.count == len(at):
+            return hit, at
+        self._control.release((question,))
+        return Hit(space, 0, _GONE if hit.reason in ("", "not_stored") else hit.reason), []
 
     def find(self, space: Space, keys: Sequence[bytes], seconds: float, skip: int = 0) -> Hit:
         """Lease as many of ``keys`` as there are, from ``skip`` on up to the first that is missing.
@@ -358,9 +385,9 @@ class Blocking:
             return Hit(space, 0, reason)
         return self._leased(space, self._control.ask(space.number, skip, packed), seconds)
 
-    def _leased(self, space: Space, question: QuestionId, seconds: float) -> Hit:
+    def _leased(self, space: Space, question: QuestionId, seconds: float, last: float = math.inf) -> Hit:
         """What the answer to ``question`` leases."""
-        answer = self._await(space, question, seconds, self._control.answer)
+        answer = self._await(space, question, seconds, self._control.answer, last)
         if answer is None:
             return Hit(space, 0, self._hindrance(space) or "deadline")
         offsets = array("Q")
@@ -434,16 +461,23 @@ class Blocking:
     # --- publishing ---------------------------------------------------------------------------------------------
 
     def publish(
-        self, space: Space, keys: Sequence[bytes], buffers: Sequence[Buffer], seconds: float, skip: int = 0
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        seconds: float,
+        skip: int = 0,
+        depth: int = 0,
     ) -> list[bool]:
         """Store ``keys`` from ``skip`` on, whose objects are in ``buffers``: of each, whether the manager has it.
 
         Of what was copied that means that it was handed over; a manager that ends at once, or has no room for one
         more object, may yet drop it.
 
-        ``keys`` are a chain from its beginning, as in :meth:`find`. What is there already is not copied; it counts as
-        used, and so does what comes before it. Waits at most ``seconds`` for what is there and for room, beside the
-        copies. Buffers may change when it returns. Raises ValueError for buffers that do not fit.
+        ``keys`` are a chain from its beginning, as in :meth:`find`, or from ``depth`` on, if a message takes no more.
+        What is there already is not copied; it counts as used, and so does what comes before it. Waits at most
+        ``seconds`` for what is there and for room, beside the copies. Buffers may change when it returns. Raises
+        ValueError for buffers that do not fit.
         """
         end = time.monotonic() + seconds
         stored = [False] * len(buffers)
@@ -470,7 +504,8 @@ class Blocking:
                 copied = True
             finally:
                 with self._lock:
-                    kept = self._conclude(space, keys, plan, attachment, [skip + at for at in part] if copied else [])
+                    done = [skip + at for at in part] if copied else []
+                    kept = self._conclude(space, keys, plan, attachment, depth, done)
             for at in part:
                 stored[at] = kept
             if not kept:
@@ -517,7 +552,9 @@ class Blocking:
                 return None, "no_room"
             self._lock.wait(min(left, _LOOK_SECONDS))
 
-    def _conclude(self, space: Space, keys: Sequence[bytes], plan: _Plan, attachment: int, copied: list[int]) -> bool:
+    def _conclude(
+        self, space: Space, keys: Sequence[bytes], plan: _Plan, attachment: int, depth: int, copied: list[int]
+    ) -> bool:
         """The copy of ``plan`` has ended: publish what was ``copied``, whose positions in ``keys`` these are."""
         self._end(plan)
         self._take_up()
@@ -526,7 +563,7 @@ class Blocking:
         if not copied or space.number not in self._spaces:
             self._control.give_back(space.number, plan.slots)
             return False
-        self._control.commit(space.number, b"", 0, keys, plan.slots, space.geometry.shards, copied)
+        self._control.commit(space.number, b"", depth, keys, plan.slots, space.geometry.shards, copied)
         self._nudge()
         return True
 

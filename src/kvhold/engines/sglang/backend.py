@@ -64,6 +64,7 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         settings = settings_of(config.extra_config)
         self._find_seconds = settings.find_deadline_ms / 1e3
         self._publish_seconds = settings.publish_deadline_ms / 1e3
+        self._read_seconds = settings.read_deadline_ms / 1e3
         self._pools: dict[str, Pool] = {}
         self._lock = threading.Lock()  # of what follows
         self._own: Counter[str] = Counter()  # pages, beside those that the face counts
@@ -74,7 +75,7 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
             uuid.uuid4().hex,
             f"SGLang {self._identity.label}",
             partial(make_attacher, engine=hooks.engine(), settings=settings, reads=True),
-            settings.read_deadline_ms / 1e3,
+            self._read_seconds,
         )
         hooks.updates.listen(self._rekeyed, self._identity.adapters)
 
@@ -136,8 +137,8 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
 
         def restore() -> list[bool]:
             pool, space = self._pool(PoolName.KV.value)
-            before, begun = _before(extra_info, len(keys)), time.perf_counter()
-            buffers = pool.buffers(host_indices)
+            (before, _), begun = _before(extra_info, len(keys)), time.perf_counter()
+            buffers = pool.buffers(host_indices, len(keys))
             hit = self._face.find(space, [*before, *_packed(keys)], self._find_seconds, len(before))
             copied = self._face.restore(hit, buffers[: hit.count])
             self._stats.moved("prefetch", copied, copied * space.size, time.perf_counter() - begun)
@@ -171,11 +172,11 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
             for transfer in pool_transfers or ():
                 if not ends:
                     break
-                if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-                    continue  # never asked about a hit
+                if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                    continue  # such a pool never gates a hit, and one that is not told of has no verdict
                 left = max(0.0, end - time.monotonic())
                 there = self._look(_name(transfer.name), packed[:pages], left)
-                trailing = transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES
+                trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
                 good = ends_of(there, max(1, len(transfer.keys or ())) if trailing else None)
                 if good:
                     hits[transfer.name] = good[-1]
@@ -208,8 +209,9 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         def restore() -> list[bool]:
             pool, space = self._pool(_name(transfer.name))
             begun, restored = time.perf_counter(), [False] * len(keys)
-            buffers = _fitting(pool, transfer.host_indices, len(keys))
-            hit, at = self._face.pick(space, _packed(keys), max(0.0, end - time.monotonic()))
+            buffers = pool.buffers(transfer.host_indices, len(keys))
+            left = max(0.0, end - time.monotonic())
+            hit, at = self._face.pick(space, _packed(keys), left, left + self._read_seconds)
             copied = self._face.restore(hit, [buffers[position] for position in at])
             for position in at[:copied]:
                 restored[position] = True
@@ -234,10 +236,10 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
             if not hooks.updates.settled:
                 self._count("offered", "unpublished_unflushed", len(keys))
                 return [False] * len(keys)
-            before, begun = _before(extra_info, len(keys)), time.perf_counter()
-            buffers = _fitting(pool, places, len(keys))
+            (before, depth), begun = _before(extra_info, len(keys)), time.perf_counter()
+            buffers = pool.buffers(places, len(keys))
             left = max(0.0, end - time.monotonic())
-            stored = self._face.publish(space, [*before, *_packed(keys)], buffers, left, len(before))
+            stored = self._face.publish(space, [*before, *_packed(keys)], buffers, left, len(before), depth)
             done = sum(stored)
             self._stats.moved("backup", done, done * space.size, time.perf_counter() - begun)
             return stored
@@ -321,19 +323,14 @@ def _packed(keys: Iterable[str]) -> list[bytes]:
     return [bytes.fromhex(key) for key in keys]
 
 
-def _before(extra_info: HiCacheStorageExtraInfo | None, count: int) -> list[bytes]:
-    """The keys before a call's ``count`` own ones, from the beginning; the last of them if a message takes no more."""
+def _before(extra_info: HiCacheStorageExtraInfo | None, count: int) -> tuple[list[bytes], int]:
+    """The keys before a call's ``count`` own ones, and how many are left out of them.
+
+    They are from the beginning of the chain; the last of them where a message takes no more.
+    """
     keys = (extra_info.prefix_keys if extra_info is not None else None) or []
-    most = max(0, wire.most_keys(_KEY_BYTES) - count)
-    return _packed(keys[-most:] if most else [])
-
-
-def _fitting(pool: Pool, places: torch.Tensor | None, count: int) -> list[Any]:
-    """Raises ValueError where ``places`` are not those of ``count`` pages."""
-    given = 0 if places is None else len(places)
-    if places is None or given != count * pool.pages.page_size:
-        raise ValueError(f"{given} places of tokens for {count} pages of {pool.pages.page_size} in {pool.name!r}")
-    return pool.buffers(places)
+    out = max(0, len(keys) + count - wire.most_keys(_KEY_BYTES))
+    return _packed(keys[out:]), min(out, len(keys))
 
 
 def _run(tiers: bytes) -> int:

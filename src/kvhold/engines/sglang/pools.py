@@ -21,15 +21,31 @@ class Pool:
     described: str
     space: Space | None = None
 
-    def buffers(self, host_indices: torch.Tensor) -> list[Buffer]:
-        """Where the pages are whose tokens' places in the pool are ``host_indices``, as many as whole pages."""
-        count = len(host_indices) // self.pages.page_size
+    def buffers(self, places: torch.Tensor | None, count: int) -> list[Buffer]:
+        """Where ``count`` pages are, whose tokens have these ``places`` in the pool.
+
+        Raises ValueError for places that are not those of so many whole pages of the pool: what would be copied there
+        belongs to others.
+        """
+        self._check(places, count)
         if not count:
             return []
-        addresses, sizes = self.pages.get_page_buffer_meta(host_indices)
+        addresses, sizes = self.pages.get_page_buffer_meta(places)
         each = len(addresses) // count  # pieces of a page
         pieces = list(zip(addresses, sizes, strict=True))
         return [pieces[start : start + each] for start in range(0, len(pieces), each)]
+
+    def _check(self, places: torch.Tensor | None, count: int) -> None:
+        size, given = self.pages.page_size, 0 if places is None else len(places)
+        if given != count * size:
+            raise ValueError(f"{given} places of tokens for {count} pages of {size} in {self.name!r}")
+        if places is None or not count:
+            return
+        each = places.reshape(count, size)
+        first = each[:, 0]
+        whole = bool(((first % size == 0) & (first >= 0) & (first + size <= self.pages.size)).all())
+        if not whole or not bool((each == first[:, None] + torch.arange(size, device=places.device)).all()):
+            raise ValueError(f"places of tokens that are not those of whole pages in {self.name!r}")
 
     def page_bytes(self) -> int:
         """Raises ValueError for a pool without pages of its own."""
