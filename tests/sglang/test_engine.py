@@ -13,10 +13,16 @@ import pytest
 from testbed.process.manager_process import Manager, all_written
 from testbed.process.peers import populated, status, until
 from testbed.sglang.engine import PAGE, Sglang
-from testbed.sglang.model import VOCABULARY, make_llama
+from testbed.sglang.model import HEAD, KV_HEADS, LAYERS, VOCABULARY, make_llama
 from testbed.sglang.neighbour import Vllm
 
+from kvhold.folders import VARIABLE
+
 TAMPERED = {"module_path": "testbed.sglang.tampered"}
+FAULTY = Path(__file__).parents[1] / "testbed" / "process" / "ssd_faulty.py"
+FAILING = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02"}
+"""SGLang's own injector of failures and delays, which sits before the storage."""
+PAGE_BYTES = PAGE * 2 * LAYERS * KV_HEADS * HEAD * 4
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +77,16 @@ def whole_pages(prompt: list[int]) -> int:
 
 
 @contextmanager
-def attached(engine: Sglang, host: Manager, **extra: Any) -> Iterator[None]:
+def attached(engine: Sglang, host: Manager, policy: str = "wait_complete", **extra: Any) -> Iterator[None]:
     """With another storage attached at run time; afterwards with kvhold's own again."""
     own = {"socket": str(host.socket)}
     engine.detach()
-    engine.attach(own | extra)
+    engine.attach(own | extra, policy)
     try:
         yield
     finally:
         engine.detach()
-        engine.attach(own)
+        engine.attach(own, "wait_complete")
 
 
 def serves(engine: Sglang, prompt: list[int], cold: list[int]) -> None:
@@ -174,6 +180,62 @@ def test_an_arena_that_is_full_keeps_what_it_can(
         small.kill()
 
 
+@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
+def test_who_does_not_wait_for_all_of_it_computes_the_rest(
+    engine: Sglang, host: Manager, prompts: Prompts, policy: str
+) -> None:
+    asked = prompts(4)
+    cold = tokens(engine.generate(*asked))
+    with attached(engine, host, policy):
+        for _ in range(3):
+            engine.flush()
+            answers = engine.generate(*asked)
+            assert tokens(answers) == cold
+            assert all(answer["stored"] % PAGE == 0 for answer in answers)
+            if policy == "timeout":  # which is a second, and as much again for a longer prompt
+                assert any(answer["stored"] for answer in answers)
+        engine.flush()
+    serves(engine, asked[0], cold[0])
+
+
+def test_no_request_notices_what_becomes_of_the_ssd(
+    engine: Sglang, host: Manager, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """More than the arena holds is asked for, again and again, while reads and writes fail, hang or crawl."""
+    asked = prompts(6)
+    cold = tokens(engine.generate(*asked))
+    engine.flush()
+    folder = tmp_path_factory.mktemp("f")
+    faults = folder / "faults"
+    faults.mkdir()
+    small = Manager(folder, "--ssd", f"{folder}/ssd:64MiB", dram="4MiB", program=(str(FAULTY), str(faults)))
+    in_dram = (4 << 20) // PAGE_BYTES * PAGE
+
+    def stored() -> int:
+        answers = engine.generate(*asked)
+        assert tokens(answers) == cold
+        engine.flush()
+        return sum(answer["stored"] for answer in answers)
+
+    def from_ssd() -> bool:
+        return stored() > in_dram and all_written(status(small.socket))
+
+    try:
+        populated(small.socket)
+        with attached(engine, host, socket=str(small.socket), read_deadline_ms=300):
+            until(from_ssd, "more is restored than there is room for in DRAM")
+            for fault, text in (("fail-read", "EIO"), ("block-read", ""), ("delay-read", "0.2"), ("fail-write", "EIO")):
+                (faults / f"{fault}.new").write_text(text)
+                (faults / f"{fault}.new").rename(faults / fault)
+                for _ in range(2):
+                    stored()
+                (faults / fault).unlink()
+            until(from_ssd, "it is used again")
+    finally:
+        small.kill()
+    serves(engine, asked[0], cold[0])
+
+
 def test_another_engine_finds_it_also_after_all_have_been_killed(
     engine: Sglang, host: Manager, models: list[Path], place: Path, prompts: Prompts
 ) -> None:
@@ -244,6 +306,25 @@ def test_after_a_weight_update_nothing_old_is_found(engine: Sglang, models: list
     [cold] = engine.generate(prompt)
     engine.flush()
     assert engine.ask("update", model=second)
+    [changed] = engine.generate(prompt)
+    assert changed["cached"] == 0
+    assert changed["tokens"] != cold["tokens"]
+    engine.flush()
+    serves(engine, prompt, changed["tokens"])
+    assert engine.ask("update", model=first)
+    [back] = engine.generate(prompt)
+    assert (back["cached"], back["tokens"]) == (0, cold["tokens"])
+
+
+@pytest.mark.parametrize("how", ["distribute", "hand_over"])
+def test_weights_that_a_trainer_sends_are_other_weights(
+    engine: Sglang, models: list[Path], prompts: Prompts, how: str
+) -> None:
+    [prompt] = prompts()
+    first, second = map(str, models)
+    [cold] = engine.generate(prompt)
+    engine.flush()
+    assert engine.ask(how, model=second)
     [changed] = engine.generate(prompt)
     assert changed["cached"] == 0
     assert changed["tokens"] != cold["tokens"]
@@ -325,7 +406,6 @@ def test_no_request_notices_what_becomes_of_the_manager(
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"tp_size": 2}, id="two ranks"),
         pytest.param(
             {"hicache_host_memory_mode": "buffer_only", "hicache_mem_layout": "layer_first"}, id="buffer only"
         ),
@@ -336,18 +416,46 @@ def test_no_request_notices_what_becomes_of_the_manager(
 def test_every_way_to_run(
     host: Manager, models: list[Path], place: Path, prompts: Prompts, options: dict[str, Any]
 ) -> None:
-    """With SGLang's own injector of failures and delays, which sits before the storage."""
-    asked = prompts(4, 300)
     if options.get("hicache_mem_layout", "page_first_direct") != "page_first_direct":
         options = {"hicache_io_backend": "kernel", **options}
-    failing = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02"}
     name = f"{'-'.join(map(str, options.values()))}.log"
-    with Sglang(models[0], place / name, {"socket": str(host.socket)}, environment=failing, **options) as one:
-        cold = tokens(one.generate(*asked))
-        stored = 0
-        for _ in range(6):
+    with Sglang(models[0], place / name, {"socket": str(host.socket)}, environment=FAILING, **options) as one:
+        answers_as_before(one, prompts(4, 300))
+
+
+def answers_as_before(engine: Sglang, asked: list[list[int]]) -> None:
+    """Seven times, with flushes between; some of it is restored."""
+    cold = tokens(engine.generate(*asked))
+    stored = 0
+    for _ in range(6):
+        engine.flush()
+        answers = engine.generate(*asked)
+        assert tokens(answers) == cold
+        stored += sum(answer["stored"] for answer in answers)
+    assert stored
+
+
+def test_two_ranks_and_the_manager_that_they_start(models: list[Path], place: Path, prompts: Prompts) -> None:
+    """They share one, as nobody names another; 200 requests see none of SGLang's own failures, nor bad pages."""
+    runtime = place / "own"
+    environment = FAILING | {VARIABLE: str(runtime)}
+    extra = {"dram": "64MiB", "ssd": f"{runtime}/ssd:64MiB"}
+    with Sglang(models[0], place / "ranks.log", extra, environment=environment, tp_size=2) as one:
+        [socket] = runtime.glob("e-*.sock")
+        assert len(status(socket)["instances"]) == 2
+        answers_as_before(one, prompts(29, 200))
+        [prompt] = prompts(2)[1:]
+        [cold] = one.generate(prompt)
+        one.flush()
+        one.detach()
+        one.attach(extra | TAMPERED | {"class_name": "BadPageOfOneRank"})
+
+        def cut_short() -> bool:
+            [answer] = one.generate(prompt)
+            assert answer["tokens"] == cold["tokens"]
             one.flush()
-            answers = one.generate(*asked)
-            assert tokens(answers) == cold
-            stored += sum(answer["stored"] for answer in answers)
-        assert stored, "some of it was restored"
+            assert answer["stored"] <= 2 * PAGE, "what one rank lacks is restored by none"
+            return bool(answer["stored"] == 2 * PAGE)
+
+        until(cut_short, "what comes before the bad page is restored")
+    until(lambda: not list(runtime.glob("e-*.sock")), "the manager ends with its engine")

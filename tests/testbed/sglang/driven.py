@@ -55,9 +55,64 @@ def clear(engine: Any) -> bool:
     return bool(engine.loop.run_until_complete(engine.tokenizer_manager.clear_hicache_storage()).success)
 
 
-def attach(engine: Any, extra: str) -> bool:
+def distribute(engine: Any, model: str) -> bool:
+    """The weights of ``model``, as a trainer sends them: in an update of two calls, through a process group."""
+    import threading
+
+    import torch
+    from sglang.srt.utils import init_custom_process_group
+    from sglang.srt.utils.network import get_open_port
+
+    port, made = get_open_port(), []
+
+    def train() -> None:
+        where = f"tcp://127.0.0.1:{port}"
+        made.append(init_custom_process_group("gloo", where, world_size=2, rank=0, group_name="trained"))
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    done = [engine.init_weights_update_group("127.0.0.1", port, 1, 2, "trained", "gloo")[0]]
+    trainer.join()
+    weights = list(_weights(model).items())
+    done.append(engine.begin_weight_update()[0])
+    for part in (weights[::2], weights[1::2]):
+        sender = threading.Thread(
+            target=lambda part=part: [torch.distributed.broadcast(each, 0, group=made[0]) for _, each in part]
+        )
+        sender.start()
+        about = [
+            [name for name, _ in part],
+            [str(each.dtype)[6:] for _, each in part],
+            [each.shape for _, each in part],
+        ]
+        done.append(engine.update_weights_from_distributed(*about, "trained", flush_cache=False)[0])
+        sender.join()
+    done.append(engine.end_weight_update()[0])
+    return all(done)
+
+
+def hand_over(engine: Any, model: str) -> bool:
+    """The weights of ``model``, as tensors of this process; the engine is flushed before the update ends."""
+    done = [engine.begin_weight_update()[0]]
+    done.append(engine.update_weights_from_tensor(list(_weights(model).items()))[0])
+    done.append(engine.end_weight_update()[0])
+    return all(done)
+
+
+def _weights(model: str) -> dict[str, Any]:
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    [file] = Path(model).glob("*.safetensors")
+    return dict(load_file(file))
+
+
+def attach(engine: Any, extra: str, policy: str | None = None) -> bool:
     answer = engine.loop.run_until_complete(
-        engine.tokenizer_manager.attach_hicache_storage("dynamic", hicache_storage_backend_extra_config_json=extra)
+        engine.tokenizer_manager.attach_hicache_storage(
+            "dynamic", hicache_storage_backend_extra_config_json=extra, hicache_storage_prefetch_policy=policy
+        )
     )
     return bool(answer.success)
 
@@ -66,7 +121,9 @@ def detach(engine: Any) -> bool:
     return bool(engine.loop.run_until_complete(engine.tokenizer_manager.detach_hicache_storage()).success)
 
 
-DOES: dict[str, Callable[..., Any]] = {each.__name__: each for each in (generate, flush, update, clear, attach, detach)}
+DOES: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (generate, flush, update, distribute, hand_over, clear, attach, detach)
+}
 
 
 def main() -> None:

@@ -115,9 +115,9 @@ class Sglang:
         assert all(answer["reason"]["type"] == "length" for answer in answers), answers
         return answers
 
-    def attach(self, extra: dict[str, Any]) -> None:
-        """Attach a storage of this configuration at run time."""
-        self._once_idle("attach", extra=json.dumps(KVHOLD | extra))
+    def attach(self, extra: dict[str, Any], policy: str | None = None) -> None:
+        """Attach a storage of this configuration at run time, perhaps with another prefetch ``policy``."""
+        self._once_idle("attach", extra=json.dumps(KVHOLD | extra), policy=policy)
 
     def detach(self) -> None:
         """Detach the storage at run time."""

@@ -28,6 +28,14 @@ class BadPage(KvholdStorage):
         return [good and at != self._bad for at, good in enumerate(restored)]
 
 
+class BadPageOfOneRank(BadPage):
+    """The first rank has all pages, the second one all but the third."""
+
+    def __init__(self, config: Any, kwargs: Any = None) -> None:
+        super().__init__(config, kwargs)
+        self._bad = 2 if config.tp_rank == 1 else -1
+
+
 class Deaf(KvholdStorage):
     """It hears of no weight update: old KV must be served, or a test of updates shows nothing."""
 
