@@ -13,8 +13,9 @@ import pytest
 from testbed.process.manager_process import Manager, all_written
 from testbed.process.peers import populated, status, until
 from testbed.sglang.engine import PAGE, Sglang
-from testbed.sglang.model import HEAD, KV_HEADS, LAYERS, VOCABULARY, make_llama
+from testbed.sglang.model import HEAD, KV_HEADS, LAYERS, VOCABULARY, make_adapter, make_llama
 from testbed.sglang.neighbour import Vllm
+from testbed.sglang.server import Server
 
 from kvhold.folders import VARIABLE
 
@@ -406,9 +407,6 @@ def test_no_request_notices_what_becomes_of_the_manager(
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(
-            {"hicache_host_memory_mode": "buffer_only", "hicache_mem_layout": "layer_first"}, id="buffer only"
-        ),
         pytest.param({"pp_size": 2}, id="two stages", marks=pytest.mark.long),
         pytest.param({"hicache_mem_layout": "page_first"}, id="page first", marks=pytest.mark.long),
     ],
@@ -423,7 +421,7 @@ def test_every_way_to_run(
         answers_as_before(one, prompts(4, 300))
 
 
-def answers_as_before(engine: Sglang, asked: list[list[int]]) -> None:
+def answers_as_before(engine: Sglang | Server, asked: list[list[int]]) -> None:
     """Seven times, with flushes between; some of it is restored."""
     cold = tokens(engine.generate(*asked))
     stored = 0
@@ -433,6 +431,71 @@ def answers_as_before(engine: Sglang, asked: list[list[int]]) -> None:
         assert tokens(answers) == cold
         stored += sum(answer["stored"] for answer in answers)
     assert stored
+
+
+def test_a_server_says_what_it_restored_and_stored(
+    host: Manager, models: list[Path], place: Path, prompts: Prompts
+) -> None:
+    """In its metrics, which add up; its host pool only stages what is copied."""
+    options = {"hicache_host_memory_mode": "buffer_only", "hicache_mem_layout": "layer_first", "enable_metrics": True}
+    extra = {"socket": str(host.socket)}
+    with Server(
+        models[0],
+        place / "server.log",
+        extra,
+        FAILING,
+        hicache_io_backend="kernel",
+        enable_cache_report=True,
+        **options,
+    ) as one:
+        asked = prompts(4, 300)
+        answers_as_before(one, asked)
+
+        def pages(what: str) -> float:
+            return one.metric(f"kvhold:pages_{what}_total")
+
+        until(lambda: pages("published") + pages("present") >= sum(map(whole_pages, asked)) / PAGE, "all is stored")
+        until(lambda: pages("restored"), "some of it was restored")
+        assert pages("asked") == pages("found") + pages("missed")
+        assert pages("found") == pages("restored") + pages("void")
+        assert pages("offered") == pages("present") + pages("published") + pages("unpublished")
+        assert pages("looked_for") == pages("seen") + pages("unseen")
+        assert one.metric("kvhold:restore_bytes_total") >= pages("restored") * PAGE_BYTES
+        assert one.metric("sglang:prefetch_pgs_sum") >= pages("restored")
+
+
+@pytest.mark.long
+def test_other_files_of_an_adapter_are_another_adapter(
+    host: Manager, models: list[Path], place: Path, prompts: Prompts
+) -> None:
+    """Of one name and path: loaded again while the engine runs, and in another engine."""
+    [prompt] = prompts()
+    files = make_adapter(place / "adapter", 1)
+    options: dict[str, Any] = {
+        "enable_lora": True,
+        "lora_paths": {"sql": str(files)},
+        "lora_backend": "torch_native",
+        "max_lora_rank": 4,
+        "lora_target_modules": ["q_proj", "v_proj"],
+    }
+    extra = {"socket": str(host.socket)}
+    with Sglang(models[0], place / "adapter.log", extra, **options) as one:
+        [plain] = one.generate(prompt)
+        [cold] = one.generate(prompt, adapter="sql")
+        assert cold["cached"] == 0
+        assert cold["tokens"] != plain["tokens"]
+        one.flush()
+        [restored] = one.generate(prompt, adapter="sql")
+        assert (restored["stored"], restored["tokens"]) == (whole_pages(prompt), cold["tokens"])
+        one.flush()
+        make_adapter(files, 2)
+        assert one.ask("exchange", name="sql", path=str(files))
+        [exchanged] = one.generate(prompt, adapter="sql")
+        assert exchanged["cached"] == 0
+        assert exchanged["tokens"] != cold["tokens"]
+    with Sglang(models[0], place / "adapter.log", extra, **options) as another:
+        [answer] = another.generate(prompt, adapter="sql")
+        assert (answer["cached"], answer["tokens"]) == (0, exchanged["tokens"])
 
 
 def test_two_ranks_and_the_manager_that_they_start(models: list[Path], place: Path, prompts: Prompts) -> None:

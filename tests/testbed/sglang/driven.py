@@ -11,7 +11,12 @@ from typing import Any
 
 
 def generate(
-    engine: Any, prompts: list[list[int]], new: int = 8, salt: str | None = None, logprobs: bool = False
+    engine: Any,
+    prompts: list[list[int]],
+    new: int = 8,
+    salt: str | None = None,
+    logprobs: bool = False,
+    adapter: str | None = None,
 ) -> list[dict[str, Any]]:
     """All ``prompts`` at once: of each the tokens, their log probabilities, and what came from where."""
 
@@ -19,9 +24,10 @@ def generate(
         import asyncio
 
         sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
-        salted = {} if salt is None else {"cache_salt": salt}
+        extra = {"cache_salt": salt, "lora_path": adapter}
+        given = {name: value for name, value in extra.items() if value is not None}
         each = (
-            engine.async_generate(input_ids=prompt, sampling_params=sampling, return_logprob=logprobs, **salted)
+            engine.async_generate(input_ids=prompt, sampling_params=sampling, return_logprob=logprobs, **given)
             for prompt in prompts
         )
         return list(await asyncio.gather(*each))
@@ -49,6 +55,11 @@ def update(engine: Any, model: str, flush_cache: bool = True) -> bool:
 
     asked = UpdateWeightFromDiskReqInput(model_path=model, flush_cache=flush_cache)
     return bool(engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_disk(asked, None))[0])
+
+
+def exchange(engine: Any, name: str, path: str) -> bool:
+    """The adapter ``name`` is loaded again, from what its files are now."""
+    return bool(engine.unload_lora_adapter(name).success and engine.load_lora_adapter(name, path).success)
 
 
 def clear(engine: Any) -> bool:
@@ -122,7 +133,7 @@ def detach(engine: Any) -> bool:
 
 
 DOES: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (generate, flush, update, distribute, hand_over, clear, attach, detach)
+    each.__name__: each for each in (generate, flush, update, distribute, hand_over, exchange, clear, attach, detach)
 }
 
 

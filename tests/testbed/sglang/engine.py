@@ -53,30 +53,38 @@ KVHOLD: dict[str, Any] = {
 """SGLang's extra configuration for kvhold."""
 
 
+def arguments(model: Path, extra: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    """SGLang's arguments for an engine of ``model``, with a storage of the configuration ``extra`` if there is one."""
+    storage: dict[str, Any] = {}
+    if extra is not None:
+        storage = {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config": json.dumps(KVHOLD | extra),
+        }
+    return _OPTIONS | {"model_path": str(model)} | storage | options
+
+
+def environment(given: dict[str, Any]) -> dict[str, str]:
+    """The environment in which an engine with such arguments runs on a CPU."""
+    ranks = given.get("tp_size", 1) * given.get("pp_size", 1)
+    cores = sorted(os.sched_getaffinity(0))
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(SHIMS), os.environ.get("PYTHONPATH", ""))),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes a minute
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
+    }
+
+
 class Sglang:
     """An engine of ``model``, whose output goes to ``log``. ``extra`` is its storage's configuration, if it has one."""
 
     def __init__(self, model: Path, log: Path, extra: dict[str, Any] | None, **options: Any) -> None:
         set_up = options.pop("environment", {})
         self.log = log
-        storage: dict[str, Any] = {}
-        if extra is not None:
-            storage = {
-                "hicache_storage_backend": "dynamic",
-                "hicache_storage_backend_extra_config": json.dumps(KVHOLD | extra),
-            }
-        given = _OPTIONS | {"model_path": str(model)} | storage | options
+        given = arguments(model, extra, **options)
         read, write = os.pipe()
-        ranks = given.get("tp_size", 1) * given.get("pp_size", 1)
-        cores = sorted(os.sched_getaffinity(0))
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join((str(SHIMS), os.environ.get("PYTHONPATH", ""))),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # compiling takes a minute
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
-            **set_up,
-        }
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "testbed.sglang.driven", str(write), json.dumps(given)],
@@ -85,7 +93,7 @@ class Sglang:
                 stderr=out,
                 pass_fds=[write],
                 start_new_session=True,
-                env=environment,
+                env=environment(given) | set_up,
             )
         os.close(write)
         self._replies = read

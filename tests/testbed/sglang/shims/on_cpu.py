@@ -88,10 +88,27 @@ def _copied_keys_and_values(module: Any) -> None:
     module.MHATokenToKVPoolHost.load_to_device_per_layer = load
 
 
+def _adapters_pageable(module: Any) -> None:
+    """For what has ``torch`` to itself: memory that is asked for as pinned is not."""
+    import torch
+
+    class Pageable:
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(torch, name)
+            if name not in ("tensor", "empty", "zeros"):
+                return found
+            return lambda *args, **options: found(*args, **options | {"pin_memory": False})
+
+    torch.Tensor.pin_memory = lambda self, *args, **options: self  # type: ignore[method-assign]
+    module.torch = Pageable()
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
     f"{_POOLS}.common": _unpinned,
     f"{_POOLS}.base": _pageable,
     f"{_POOLS}.mha": _copied_keys_and_values,
+    "sglang.srt.lora.layers": _adapters_pageable,
+    "sglang.srt.lora.backend.torch_backend": _adapters_pageable,
 }
 """What is done to a module once it is loaded."""
 
