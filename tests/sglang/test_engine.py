@@ -1,6 +1,7 @@
 """kvhold in SGLang's real engine: what is restored gives the tokens of a cold run, whatever becomes of the manager."""
 
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -462,6 +463,28 @@ def test_a_server_says_what_it_restored_and_stored(
         assert pages("looked_for") == pages("seen") + pages("unseen")
         assert one.metric("kvhold:restore_bytes_total") >= pages("restored") * PAGE_BYTES
         assert one.metric("sglang:prefetch_pgs_sum") >= pages("restored")
+
+
+@pytest.mark.long
+def test_files_that_are_exchanged_under_an_engine_say_nothing_of_it(
+    host: Manager, models: list[Path], place: Path, prompts: Prompts
+) -> None:
+    """It goes on with the weights that it has loaded, also when a storage is attached later."""
+    [prompt] = prompts()
+    model, extra = place / "exchanged", {"socket": str(host.socket)}
+    shutil.copytree(models[0], model)
+    with Sglang(model, place / "exchanged.log", None) as one:
+        [cold] = one.generate(prompt)
+        shutil.copytree(models[1], model, dirs_exist_ok=True)
+        one.flush()
+        one.attach(extra)
+        one.generate(prompt)
+        one.flush()
+        serves(one, prompt, cold["tokens"])
+    with Sglang(model, place / "exchanged.log", extra) as another:
+        [answer] = another.generate(prompt)
+        assert answer["cached"] == 0
+        assert answer["tokens"] != cold["tokens"]
 
 
 @pytest.mark.long

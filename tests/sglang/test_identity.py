@@ -1,6 +1,7 @@
 """What tells SGLang engines apart, on SGLang's own arguments and model configuration. No engine is started."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from sglang.srt.server_args import ServerArgs
 from testbed.sglang.arguments import resolved, storage, write_model
 
 from kvhold.engines.common.identity import PRIVATE, digest
-from kvhold.engines.sglang.identity import describe, effective, identify, is_private
+from kvhold.engines.sglang.identity import describe, effective, files_of, identify, is_private
+from kvhold.engines.sglang.loaded import Loaded
 from kvhold.engines.sglang.options import CHANGES, HARMLESS, OWN, REFUSED
 
 
@@ -129,6 +131,24 @@ def test_two_engines_alike_share(published: Any) -> None:
     assert first == second
     assert not first.private
     assert first.namespace("kv", "p") != identify(storage(), "2", None).namespace("kv", "p")
+
+
+def test_an_engine_whose_files_were_exchanged_is_nobodys(
+    published: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = Loaded()
+    monkeypatch.setattr("kvhold.engines.sglang.identity.loaded", now)
+    now.begins(files_of(effective(published)))
+    assert not identify(storage(), "", None).private
+    weights = folder / "pytorch_model.bin"
+    before = weights.stat()
+    os.utime(weights, (1, 1))
+    first, second = (identify(storage(), "", None) for _ in range(2))
+    assert first.private
+    assert first.digest != second.digest
+    assert f"{weights} is not what it was when SGLang loaded it" in caplog.text
+    assert not identify(storage(), "", "llama@1").private
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def test_what_cannot_be_identified_is_nobodys(

@@ -38,7 +38,7 @@ def hooks() -> Iterator[None]:
     yield
     HookRegistry.reset()
     for holder, name, value in before:
-        if name[:2] != "__":
+        if name[:2] != "__" or name == "__init__":
             setattr(holder, name, value)
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from kvhold.engines.common.identity import PRIVATE
-from kvhold.engines.sglang.identity import Identity, adapter_identity, describe_pool, label, plain, weights_identity
+from kvhold.engines.sglang.identity import (
+    Identity,
+    adapter_identity,
+    describe_pool,
+    files_of,
+    label,
+    plain,
+    weights_identity,
+)
+from kvhold.engines.sglang.loaded import Loaded
 from kvhold.engines.sglang.options import CHANGES, HARMLESS, OWN, REFUSED
 from kvhold.engines.sglang.refusals import check, check_layout, check_version, refuse_pool
 
@@ -126,6 +135,44 @@ def test_weights_are_those_of_the_folder_that_the_engine_downloads_to(
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
     assert known() == PRIVATE, "it comes from another hub"
     assert weights_identity(str(usual), None, "auto", None) != PRIVATE
+
+
+def test_files_that_were_exchanged_since_they_were_loaded(tmp_path: Path) -> None:
+    """The engine has what was there when it was started, whatever is there when a storage is attached."""
+    (tmp_path / "adapter").mkdir()
+    model, adapter, scales = tmp_path / "m.safetensors", tmp_path / "adapter" / "a.bin", tmp_path / "scales.json"
+    for file in (model, adapter, scales):
+        file.write_bytes(b"1")
+    options = dict.fromkeys((*CHANGES, *OWN)) | {
+        "model_path": str(tmp_path),
+        "lora_paths": {"sql": str(adapter.parent)},
+        "quantization_param_path": str(scales),
+        "speculative_draft_model_path": "org/not-here",
+    }
+    now = Loaded()
+    assert not now.changed(files_of(options)), "nobody has said that it was loaded"
+    now.begins(files_of(options))
+    assert not now.changed(files_of(options))
+    for file in (model, adapter, scales):
+        before = file.stat()
+        os.utime(file, (1, 1))
+        assert now.changed(files_of(options)) == str(file)
+        assert bool(now.changed(files_of(options, "named"))) == (file is not model)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tmp_path / "more.safetensors").write_bytes(b"2")
+    assert now.changed(files_of(options)) == str(tmp_path / "more.safetensors")
+    (tmp_path / "more.safetensors").unlink()
+    model.rename(tmp_path / "other.safetensors")
+    assert now.changed(files_of(options))
+    assert not now.changed(files_of(options | {"model_path": "org/not-here"}, "named"))
+
+
+def test_what_was_not_there_has_been_downloaded(tmp_path: Path) -> None:
+    options = dict.fromkeys((*CHANGES, *OWN)) | {"model_path": str(tmp_path)}
+    now = Loaded()
+    now.begins(files_of(options))
+    (tmp_path / "m.safetensors").write_bytes(b"1")
+    assert not now.changed(files_of(options))
 
 
 def pool(**given: Any) -> Any:

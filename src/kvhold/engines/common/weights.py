@@ -21,9 +21,14 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npcache", _CODE)
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """What in ``folder`` has weights, and the code that makes something of them."""
+    return sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+
+
 def weights_digest(folder: Path) -> bytes | None:
     """A digest of the weight files in ``folder``, independent of where that lies; None if there are none to read."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    files = weight_files(folder)
     if all(path.suffix == _CODE for path in files):
         return None
     digest = hashlib.sha256()

@@ -27,8 +27,9 @@ from kvhold.engines.common.identity import (
     weights_in,
 )
 from kvhold.engines.common.models import model_folder, plain_config, positions
-from kvhold.engines.common.weights import processor_digest
-from kvhold.engines.sglang.options import HARMLESS, OWN, REFUSED
+from kvhold.engines.common.weights import processor_digest, weight_files
+from kvhold.engines.sglang.loaded import loaded
+from kvhold.engines.sglang.options import CHANGES, HARMLESS, OWN, REFUSED
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -94,8 +95,16 @@ def identify(config: "HiCacheStorageConfig", epoch: str, weights_id: str | None)
     from sglang.srt.runtime_context import get_server_args
 
     server = get_server_args()
-    described = describe(config, effective(server), model_config_of(server), weights_id)
-    private = is_private(described)
+    options = effective(server)
+    described = describe(config, options, model_config_of(server), weights_id)
+    changed = loaded.changed(files_of(options, weights_id))
+    if changed:
+        log.warning(
+            "kvhold: %s is not what it was when SGLang loaded it; this engine shares its KV cache with no other and "
+            "starts cold. Start it again",
+            changed,
+        )
+    private = is_private(described) or bool(changed)
     if private:
         described = described | {"alone": os.urandom(16).hex()}
     adapters = {path: found for _, path, found in described["adapters"]}
@@ -108,6 +117,28 @@ def effective(server: Any) -> dict[str, Any]:
     from sglang.srt.arg_groups.overrides import resolution_result
 
     return {field.name: resolution_result(server, field.name) for field in record_fields(type(server))}
+
+
+def files_of(options: Mapping[str, Any], weights_id: str | None = None) -> dict[str, list[Path]]:
+    """The files that say what an engine of these arguments is, by what they are of; none where the operator says it."""
+    folders = {"adapters": [model_folder(path, None) for _, path in map(_named, _listed(options["lora_paths"] or ()))]}
+    if weights_id is None:
+        where, draft = options["download_dir"], options["speculative_draft_model_path"]
+        folders["weights"] = [_weights_folder(options["model_path"], options["revision"], where)]
+        if draft is not None:
+            folders["draft"] = [_weights_folder(draft, options["speculative_draft_model_revision"], where)]
+    values = [value for name, value in options.items() if name in CHANGES and isinstance(value, str)]
+    found = {"arguments": [path for path in map(Path, values) if _names_file(path)]}
+    for what, some in folders.items():
+        found[what] = [path for folder in some if folder is not None for path in weight_files(folder)]
+    return found
+
+
+def _names_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def label(config: "HiCacheStorageConfig") -> str:

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from kvhold.engines.sglang.identity import adapter_identity
+from kvhold.engines.sglang.identity import adapter_identity, effective, files_of
+from kvhold.engines.sglang.loaded import loaded
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +138,21 @@ def _hooks() -> dict[str, Callable[..., Any]]:
         **{f"{_MANAGER}.{name}": partial(_around_change, name) for name in CHANGING},
         f"{_MANAGER}.resume_memory_occupation": _around_resume,
         f"{_MANAGER}.end_weight_update": _around_end,
+        f"{_SCHEDULER}.__init__": _around_start,
         f"{_SCHEDULER}.flush_cache": _around_flush,
         f"{_SCHEDULER}.load_lora_adapter": _around_adapter,
     }
+
+
+def _around_start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The scheduler is set up: what its arguments name is loaded now."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        loaded.begins(files_of(effective(get_server_args())))
+    except Exception:
+        log.exception("kvhold: it is not known which files SGLang loads")
+    return original(*args, **kwargs)
 
 
 def _around_change(what: str, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
