@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def make(host: Manager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storages]:
 
 
 @pytest.fixture
-def pools() -> dict[str, object]:
+def pools() -> dict[str, Any]:
     return {"kv": keys_and_values("page_first"), "mamba": states("page_first")}
 
 
@@ -44,7 +45,7 @@ def transfer(name: PoolName, keys: list[str] | None, where: torch.Tensor | None)
     return PoolTransfer(name=name, keys=keys, host_indices=where)
 
 
-def works(one: KvholdStorage, pools: dict, of: str) -> None:
+def works(one: KvholdStorage, pools: dict[str, Any], of: str) -> None:
     """What is stored is found and restored."""
     until(lambda: one._face.attached, "attached")
     kv, keys = pools["kv"], names(*range(3), of=f"works {of}")
@@ -56,7 +57,7 @@ def works(one: KvholdStorage, pools: dict, of: str) -> None:
     assert [content(kv, page) for page in (3, 4, 5)] == [content(kv, page) for page in range(3)]
 
 
-def test_no_keys(make: Storages, pools: dict) -> None:
+def test_no_keys(make: Storages, pools: dict[str, Any]) -> None:
     one = make(pools, "no keys")
     attached = one._face._control.attachment
     for extra in (None, HiCacheStorageExtraInfo(), HiCacheStorageExtraInfo(prefix_keys=names(1))):
@@ -72,7 +73,7 @@ def test_no_keys(make: Storages, pools: dict) -> None:
     assert one._face._control.attachment == attached
 
 
-def test_keys_that_come_twice(make: Storages, pools: dict) -> None:
+def test_keys_that_come_twice(make: Storages, pools: dict[str, Any]) -> None:
     one = make(pools, "twice")
     attached = one._face._control.attachment
     kv, mamba = pools["kv"], pools["mamba"]
@@ -106,7 +107,7 @@ def test_keys_that_come_twice(make: Storages, pools: dict) -> None:
         pytest.param(torch.arange(PAGE * 3 - 1), id="a torn page"),
     ],
 )
-def test_places_that_are_not_those_of_the_pages(make: Storages, pools: dict, where: torch.Tensor) -> None:
+def test_places_that_are_not_those_of_the_pages(make: Storages, pools: dict[str, Any], where: torch.Tensor) -> None:
     """Nothing is copied, not even to a neighbour, and what was leased is given back at once."""
     one = make(pools, "places")
     kv, keys = pools["kv"], names(*range(3), of="places")
@@ -127,7 +128,7 @@ def test_places_that_are_not_those_of_the_pages(make: Storages, pools: dict, whe
     assert one.batch_exists(others) == 0
 
 
-def test_keys_that_are_none_of_sglangs(make: Storages, pools: dict) -> None:
+def test_keys_that_are_none_of_sglangs(make: Storages, pools: dict[str, Any]) -> None:
     one = make(pools, "strange")
     kv = pools["kv"]
     for strange in ("", "00", "g" * 64, "0" * 63, "0" * 128, "0" * 62 + " 0", None, 7):
@@ -142,7 +143,7 @@ def test_keys_that_are_none_of_sglangs(make: Storages, pools: dict) -> None:
     works(one, pools, "strange")
 
 
-def test_a_pool_that_is_not_there_and_a_policy_without_a_verdict(make: Storages, pools: dict) -> None:
+def test_a_pool_that_is_not_there_and_a_policy_without_a_verdict(make: Storages, pools: dict[str, Any]) -> None:
     """SGLang has block groups say nothing of the hit: a pool that is not reported has no verdict."""
     one = make(pools, "policies")
     kv, keys = pools["kv"], names(*range(2), of="policies")
@@ -155,7 +156,7 @@ def test_a_pool_that_is_not_there_and_a_policy_without_a_verdict(make: Storages,
     assert one.batch_exists_v2(keys, [absent]).kv_hit_pages == 0
 
 
-def test_more_keys_than_a_message_has_room_for(make: Storages, pools: dict) -> None:
+def test_more_keys_than_a_message_has_room_for(make: Storages, pools: dict[str, Any]) -> None:
     """Of a chain that long its beginning is answered for, and its end is stored at the depth that it has."""
     one = make(pools, "many")
     kv, many = pools["kv"], names(*range(wire.most_keys(32) + 3), of="many")
@@ -167,7 +168,7 @@ def test_more_keys_than_a_message_has_room_for(make: Storages, pools: dict) -> N
     works(one, pools, "many")
 
 
-def test_after_the_storage_was_detached(make: Storages, pools: dict) -> None:
+def test_after_the_storage_was_detached(make: Storages, pools: dict[str, Any]) -> None:
     one = make(pools, "detached")
     kv, keys = pools["kv"], names(1)
     one.close()
@@ -183,7 +184,49 @@ def test_after_the_storage_was_detached(make: Storages, pools: dict) -> None:
     assert one.get_stats() is not None
 
 
-def test_a_forked_child_neither_ends_the_session_nor_keeps_it(make: Storages, pools: dict, host: Manager) -> None:
+def test_a_name_that_cannot_be_changed_is_given_up(
+    make: Storages, pools: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored under the former one may be of other weights."""
+    one = make(pools, "given up")
+    keys = names(*range(2), of="given up")
+    assert one.batch_set_v1(keys, places(pools["kv"], [0, 1])) == [True] * 2
+    until(lambda: one.batch_exists(keys) == 2, "stored")
+
+    def crowded(*_: object) -> None:
+        raise ValueError("64 spaces are open already")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(one._face, "open", crowded)
+        assert one.clear()
+    assert one.batch_exists(keys) == 0
+    assert one.batch_get_v1(keys, places(pools["kv"], [2, 3])) == [False] * 2
+    assert one.batch_set_v1(keys, places(pools["kv"], [0, 1])) == [False] * 2
+    assert one.clear()
+    works(one, pools, "given up")
+
+
+def test_metrics_that_cannot_be_told_do_not_reach_the_scheduler(
+    make: Storages, pools: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where their files are on a disk that is full."""
+    one = make(pools, "metrics")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(one._stats, "_show", True)
+    monkeypatch.setattr(one._stats, "_counter", full)
+    assert one.batch_exists(names(1)) == 0
+    assert one.batch_set_v1(names(1), places(pools["kv"], [0])) == [True]
+    until(lambda: one.batch_exists(names(1)) == 1, "stored")
+    assert one.batch_get_v1(names(1), places(pools["kv"], [1])) == [True]
+    assert one.get_stats().prefetch_pgs == []
+
+
+def test_a_forked_child_neither_ends_the_session_nor_keeps_it(
+    make: Storages, pools: dict[str, Any], host: Manager
+) -> None:
     one = make(pools, "forks")
     ended = os.fork()
     if not ended:
@@ -206,7 +249,9 @@ def test_a_forked_child_neither_ends_the_session_nor_keeps_it(make: Storages, po
         os.close(write)
 
 
-def test_clearing_again_and_again_while_threads_store_and_restore(make: Storages, pools: dict, host: Manager) -> None:
+def test_clearing_again_and_again_while_threads_store_and_restore(
+    make: Storages, pools: dict[str, Any], host: Manager
+) -> None:
     """Each time the namespace is another: neither side may gather what is over."""
     one = make(pools, "cleared")
     kv, stop, wrong = pools["kv"], threading.Event(), []

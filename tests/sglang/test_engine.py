@@ -409,6 +409,14 @@ def test_no_request_notices_what_becomes_of_the_manager(
     "options",
     [
         pytest.param({"pp_size": 2}, id="two stages", marks=pytest.mark.long),
+        pytest.param(
+            {"pp_size": 2, "hicache_host_memory_mode": "buffer_only"},
+            id="two stages that stage",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"tp_size": 2, "hicache_host_memory_mode": "buffer_only"}, id="two ranks that stage", marks=pytest.mark.long
+        ),
         pytest.param({"hicache_mem_layout": "page_first"}, id="page first", marks=pytest.mark.long),
     ],
 )
@@ -544,4 +552,12 @@ def test_two_ranks_and_the_manager_that_they_start(models: list[Path], place: Pa
             return bool(answer["stored"] == 2 * PAGE)
 
         until(cut_short, "what comes before the bad page is restored")
+        one.detach()
+        one.attach(extra)
+        assert one.ask("update", model=str(models[1]))
+        [changed] = one.generate(prompt)
+        assert changed["cached"] == 0
+        assert changed["tokens"] != cold["tokens"]
+        one.flush()
+        serves(one, prompt, changed["tokens"])  # ranks that had other names for it would not find it together
     until(lambda: not list(runtime.glob("e-*.sock")), "the manager ends with its engine")

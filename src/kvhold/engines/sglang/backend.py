@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvhold import protocol as wire
 from kvhold.client.control import Geometry
@@ -41,7 +42,6 @@ from kvhold.engines.sglang.stats import Stats
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
-    from sglang.srt.observability.metrics_collector import StorageMetrics
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,11 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         """Other weights may be loaded from now on, or nothing stored so far is wanted."""
         for pool in list(self._pools.values()):
             former = pool.space
-            self._open(pool)
+            try:
+                self._open(pool)
+            except Exception:
+                pool.space = None  # under no name rather than under the former one
+                log.exception("kvhold: nothing of the host pool %r is stored or found any more", pool.name)
             if former is not None:
                 self._face.close_space(former)
 
@@ -302,12 +306,16 @@ class KvholdStorage(HiCacheStorage):  # type: ignore[misc]
         hooks.updates.clear()
         return True
 
-    def get_stats(self) -> "StorageMetrics":
-        """What was copied since the last call. Waits for nothing."""
-        counts = Counter(dict(self._face.counts))
-        with self._lock:
-            counts.update(self._own)
-        return self._stats.take(counts)
+    def get_stats(self) -> StorageMetrics:
+        """What was copied since the last call. Waits for nothing, and does not raise: SGLang's scheduler asks."""
+        try:
+            counts = Counter(dict(self._face.counts))
+            with self._lock:
+                counts.update(self._own)
+            return self._stats.take(counts)
+        except Exception:
+            log.exception("kvhold: nothing can be told of what was copied")
+            return StorageMetrics()
 
     def close(self) -> None:
         """The engine goes on without; copies that run are waited for."""

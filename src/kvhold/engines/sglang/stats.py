@@ -1,5 +1,6 @@
 """What a storage has counted, in SGLang's own form and as Prometheus metrics of its scheduler process."""
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.observability.metrics_collector import StorageMetrics
+
+log = logging.getLogger(__name__)
 
 MISSES = (
     "not_stored",
@@ -106,9 +109,15 @@ class Stats:
                     self._counter(name, reason)
 
     def moved(self, kind: Literal["prefetch", "backup"], pages: int, size: int, seconds: float) -> None:
-        """A call has copied ``pages`` of ``size`` bytes in all within ``seconds``. From any thread."""
+        """A call has copied ``pages`` of ``size`` bytes in all within ``seconds``. From any thread; never raises."""
         if not self._show:
             return
+        try:
+            self._moved(kind, pages, size, seconds)
+        except Exception:
+            log.exception("kvhold: a copy is not counted")
+
+    def _moved(self, kind: Literal["prefetch", "backup"], pages: int, size: int, seconds: float) -> None:
         verb = "restore" if kind == "prefetch" else "publish"
         self._counter(f"{verb}_bytes").inc(size)
         self._counter(f"{verb}_seconds").inc(seconds)
