@@ -55,6 +55,14 @@ def engine(host: Manager, models: list[Path], place: Path) -> Iterator[Sglang]:
         yield one
 
 
+@pytest.fixture(autouse=True)
+def nothing_held(host: Manager) -> Iterator[None]:
+    """Whatever was tried, nothing is leased once it is over, though the engines go on."""
+    yield
+    held = ("leased", "doomed", "orphaned")
+    until(lambda: not any(status(host.socket)["accounts"][state] for state in held), "nothing is held")
+
+
 Prompts = Callable[..., list[list[int]]]
 
 

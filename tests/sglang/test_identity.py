@@ -78,6 +78,18 @@ def test_ranks_that_hold_the_same_kv_have_one_identity(args: Any, options: dict[
     assert len(set(apart)) == len(apart)
 
 
+def test_stages_of_other_layers_are_told_apart(
+    args: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three has as many layers in both, and others."""
+    middle, found, alone = storage(pp_rank=1, pp_size=3), set(), set()
+    for partition in ("1,1,2", "2,1,1"):
+        monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", partition)
+        found.add(told(args, options, middle))
+        alone.add(told(args, options))
+    assert (len(found), len(alone)) == (2, 1)
+
+
 def test_other_weights_and_configurations_are_other_engines(
     args: Any, options: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:

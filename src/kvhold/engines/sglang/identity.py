@@ -59,8 +59,15 @@ _GEOMETRY = (
     "storage_format_tag",
     "stores_page_envelope",
     "dcp_size",
+    "num_mamba_layers",
+    "conv_state_shapes",
+    "conv_dtype",
+    "temporal_state_shape",
+    "temporal_dtype",
 )
 """Attributes of a host pool that say how its pages are made. A pool has those that concern it."""
+_PARTITION = "SGLANG_PP_LAYER_PARTITION"
+"""Of the environment: how many layers each pipeline stage has, where they are not spread evenly."""
 _ALIKE = {"MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool"}
 """Host pools that are the same on all ranks of a model whose keys and values are."""
 
@@ -185,6 +192,8 @@ def describe(
             config.pp_size,
             config.attn_cp_rank,
             config.attn_cp_size,
+            # A pool of states does not say of which layers they are.
+            os.environ.get(_PARTITION, "") if config.pp_size > 1 else "",
         ],
         "device": [device, cpu_kernels() if device == "cpu" else _gpu()],
     }
