@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -104,6 +105,12 @@ def connect(config: RemoteConfig) -> Objects:
         options["endpoint"] = config.endpoint
     if config.region:
         options["region"] = config.region
-    client: Any = {"timeout": "5s", "connect_timeout": "2s", "allow_http": config.endpoint.startswith("http://")}
+    client: Any = {
+        "timeout": timedelta(seconds=5),
+        "connect_timeout": timedelta(seconds=2),
+        "allow_http": config.endpoint.startswith("http://"),
+    }
+    # A call that is tried again is one that takes too long: its deadline is the executor's.
+    options["retry_config"] = {"max_retries": 0, "retry_timeout": timedelta(seconds=5)}
     store = S3Store(config.host, client_options=client, **options)
     return Objects(store, config.path, "", 0)

@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from redis import Redis as Client
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
+from redis.retry import Retry
 
 from kvhold.tiers.remote.stores import ABSENT, Slot
 from kvhold.tiers.remote.url import RemoteConfig
 
 _SCANNED: Final = 1000
-_SECONDS: Final = 5.0
+_SECONDS: Final = 10.0
+"""Longer than any call has: its deadline is the executor's, which ends the process."""
 
 
 class Redis:
@@ -79,8 +82,10 @@ def connect(config: RemoteConfig) -> Redis:
         "db": int(config.path) if config.scheme != "unix" else 0,
         "username": config.secret("KVHOLD_REMOTE_USER") or None,
         "password": config.secret("KVHOLD_REMOTE_PASSWORD") or None,
+        "protocol": 2,
         "socket_timeout": _SECONDS,
         "socket_connect_timeout": _SECONDS,
+        "retry": Retry(NoBackoff(), 0),  # a call that is tried again is one that takes too long
     }
     if config.scheme == "unix":
         return Redis(Client(unix_socket_path=config.path, **options))
