@@ -14,6 +14,8 @@ def test_what_is_said_is_what_is_meant() -> None:
     redis = parse_remote("redis://cache.example:6380/2")
     assert (redis.host, redis.port, redis.path, redis.pool) == ("cache.example", 6380, "2", "default")
     assert parse_remote("redis://").port == 6379
+    mooncake = parse_remote("mooncake://10.0.0.1:50051?protocol=tcp&local=10.0.0.2")
+    assert (mooncake.host, mooncake.port, mooncake.local, mooncake.extra) == ("10.0.0.1", 50051, "10.0.0.2", "mooncake")
     assert parse_remote("unix:///run/redis.sock").path == "/run/redis.sock"
     bucket = parse_remote("s3://kv-cache/a/b/?endpoint=http://127.0.0.1:8333&region=eu-1")
     assert (bucket.host, bucket.path, bucket.endpoint) == ("kv-cache", "a/b", "http://127.0.0.1:8333")
@@ -32,6 +34,9 @@ def test_what_is_said_is_what_is_meant() -> None:
         ("redis://h:1?pool=a/b", "name of a pool"),
         ("redis://h:1?secret_file=x", "absolute path"),
         ("redis://h:1#x", "#"),
+        ("mooncake://h", "HOST:PORT"),
+        ("mooncake://h:1/x", "leave it out"),
+        ("mooncake://h:1?protocol=rdma", "write protocol=tcp"),
         ("unix://run/redis.sock", "three slashes"),
         ("file://mnt/kv", "three slashes"),
         ("file:///mnt?min_free=much", "not a size"),

@@ -93,7 +93,7 @@ class Calls:
             return ms.Answer(call.call, error="it says that it has what nobody ever put there")
         if self._read_only:
             return ms.Answer(call.call)
-        payload = os.urandom(_PROBED)
+        payload = bytearray(os.urandom(_PROBED))
         try:
             self._store.put([called], [Slot(memoryview(encode(wanted, time.time_ns(), payload)), memoryview(payload))])
             took, why = self._store.exists([called])[0], "it says that it took a value, and does not have it"

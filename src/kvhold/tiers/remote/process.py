@@ -29,6 +29,7 @@ class Child:
                 pass_fds=(arena_fd, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # stores' libraries say much there; what matters is in answers
             )
         except BaseException:
             self.channel.close()

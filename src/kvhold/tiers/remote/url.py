@@ -12,13 +12,14 @@ from kvhold.units import parse_address, parse_size
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PARAMETERS: Final = {
+    "mooncake": {"pool", "protocol", "local"},
     "redis": {"pool", "secret_file"},
     "rediss": {"pool", "secret_file"},
     "unix": {"pool", "secret_file"},
     "s3": {"pool", "secret_file", "endpoint", "region"},
     "file": {"pool", "min_free"},
 }
-_EXAMPLES: Final = "redis://HOST:PORT, s3://BUCKET/PREFIX?endpoint=URL or file:///FOLDER"
+_EXAMPLES: Final = "mooncake://HOST:PORT, redis://HOST:PORT, s3://BUCKET/PREFIX?endpoint=URL or file:///FOLDER"
 MIN_FREE: Final = 1 << 30
 """Bytes that a shared folder's filesystem keeps free, unless a URL says otherwise."""
 
@@ -35,6 +36,7 @@ class RemoteConfig:
     path: str = ""  # a folder, a socket, a prefix in a bucket or the number of a database
     endpoint: str = ""
     region: str = ""
+    local: str = ""  # the address under which a store's other clients reach this host
     min_free: int = MIN_FREE
     secret_file: str = field(default="", repr=False)
 
@@ -49,7 +51,7 @@ class RemoteConfig:
     @property
     def extra(self) -> str:
         """The extra of kvhold that brings this store's library."""
-        return {"s3": "objects", "file": "objects"}.get(self.scheme, "redis")
+        return {"s3": "objects", "file": "objects", "mooncake": "mooncake"}.get(self.scheme, "redis")
 
     def secret(self, name: str) -> str:
         """``KVHOLD_REMOTE_USER`` or another of the environment, or the line ``NAME=VALUE`` of the file. May be empty.
@@ -96,6 +98,8 @@ def parse_remote(url: str) -> RemoteConfig:
         return _folder(url, parts.netloc, unquote(parts.path), pool, given.get("min_free"))
     if scheme == "s3":
         return _bucket(url, parts.netloc, unquote(parts.path), pool, given)
+    if scheme == "mooncake":
+        return _mooncake(url, parts.netloc, parts.path, pool, given)
     return _redis(url, scheme, parts.netloc, unquote(parts.path), pool, _secret_file(given))
 
 
@@ -138,6 +142,18 @@ def _bucket(url: str, bucket: str, path: str, pool: str, given: dict[str, str]) 
         region=given.get("region", ""),
         secret_file=_secret_file(given),
     )
+
+
+def _mooncake(url: str, address: str, path: str, pool: str, given: dict[str, str]) -> RemoteConfig:
+    if path.strip("/"):
+        raise ValueError(f"remote: {path!r} means nothing in mooncake://HOST:PORT; leave it out")
+    if given.get("protocol", "tcp") != "tcp":
+        raise ValueError(f"remote: ?protocol={given['protocol']} cannot be used; write protocol=tcp")
+    try:
+        host, port = parse_address(address)
+    except ValueError as error:
+        raise ValueError(f"remote: {error}") from None
+    return RemoteConfig(url, "mooncake", pool, host=host, port=port, local=given.get("local", "127.0.0.1"))
 
 
 def _redis(url: str, scheme: str, address: str, path: str, pool: str, secret_file: str) -> RemoteConfig:
