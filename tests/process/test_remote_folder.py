@@ -1,5 +1,6 @@
 """A folder that hosts share, through the real process that speaks to it."""
 
+import json
 import os
 import select
 import signal
@@ -208,3 +209,32 @@ def test_the_process_ends_with_who_started_it(tmp_path: Path) -> None:
     poll.register(pidfd, select.POLLIN)
     assert poll.poll(60_000)
     os.close(pidfd)
+
+
+def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvhold.cli", "remote", "check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_check_measures_and_leaves_nothing(tmp_path: Path) -> None:
+    done = check(f"file://{tmp_path}?min_free=1MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["state"] == "serving"
+    assert min(said["put_bytes_per_second"], said["get_bytes_per_second"], said["ask_seconds"]) > 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "says"),
+    [
+        ("file://{}/none", 1, "is not a folder; make it"),
+        ("file://{}?min_free=1000TiB", 1, "lower ?min_free="),
+        ("redis://127.0.0.1:1", 1, "down"),
+        ("file://mnt", 2, "three slashes"),
+    ],
+)
+def test_a_check_names_what_is_missing(tmp_path: Path, url: str, code: int, says: str) -> None:
+    done = check(url.format(tmp_path))
+    assert done.returncode == code
+    assert says in done.stdout + done.stderr

@@ -10,6 +10,7 @@ from kvhold.cli.demo import demo
 from kvhold.cli.explain import explain
 from kvhold.cli.keys import keys
 from kvhold.cli.limit import limit
+from kvhold.cli.remote import remote
 from kvhold.cli.serve import serve
 from kvhold.cli.show import AsJson, show
 from kvhold.cli.ssd import inspect, verify
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for _command in (serve, status, explain, keys, limit, flush, purge, verify, inspect, demo):
     app.command()(_command)
+app.add_typer(remote, name="remote")
 
 
 def _version(wanted: bool) -> None:
