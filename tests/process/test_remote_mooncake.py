@@ -71,7 +71,12 @@ class Pool:
 
     def begin_master(self) -> None:
         ports = (f"--rpc_port={self.port}", f"--metrics_port={port()}")
-        options = ("--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1", "--default_kv_lease_ttl=1000")
+        options = (
+            "--rpc_address=127.0.0.1",
+            "--metrics_host=127.0.0.1",
+            "--default_kv_lease_ttl=1000",
+            "--enable_multi_tenants",
+        )
         quiet = subprocess.DEVNULL
         self.master = subprocess.Popen([self.binary, *ports, *options], stdout=quiet, stderr=quiet)
         deadline = time.monotonic() + 60
@@ -174,3 +179,17 @@ def test_a_frozen_master_costs_the_process_and_is_used_again(pool: Pool, remote:
     remote.until(lambda: not remote.serves)
     remote.wait_until_it_serves()
     assert remote.put(2).failed == ()
+
+
+def test_a_killed_master_is_used_again_when_it_is_back_empty(pool: Pool, remote: Remote) -> None:
+    remote.put(0)
+    pool.master.kill()
+    pool.master.wait()
+    while remote.serves:
+        assert remote.ask(0).failed
+        assert remote.get(0).failed == (0,)
+    assert remote.executor.report()["state"] == "down"
+    pool.begin_master()
+    remote.wait_until_it_serves()
+    assert remote.put(0).failed == ()
+    assert remote.get(0).failed == ()

@@ -253,7 +253,8 @@ class RemoteExecutor:
             self._lost(call)
         self._calls.clear()
         self._breaker.stop(time.monotonic(), why)
-        self._say(f"out of service: {why}")
+        if self._closing is None:
+            self._say(f"out of service: {why}")
 
     def _say_whether_it_serves(self) -> None:
         serves = self._breaker.serving and self._closing is None
