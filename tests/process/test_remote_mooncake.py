@@ -75,7 +75,6 @@ class Pool:
             "--rpc_address=127.0.0.1",
             "--metrics_host=127.0.0.1",
             "--default_kv_lease_ttl=1000",
-            "--enable_multi_tenants",
         )
         quiet = subprocess.DEVNULL
         self.master = subprocess.Popen([self.binary, *ports, *options], stdout=quiet, stderr=quiet)
