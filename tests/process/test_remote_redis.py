@@ -45,12 +45,17 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *how: object) -> None:
+        self.kill()
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.kill()
+    with Server() as server:
+        yield server
 
 
 @pytest.fixture
@@ -147,24 +152,22 @@ def test_a_killed_server_is_used_again_when_it_is_back_empty(server: Server, rem
 
 
 def test_a_full_store_that_evicts_nothing_refuses_and_says_what_helps() -> None:
-    server = Server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
-    remote = Remote(server.url)
-    remote.until(lambda: remote.executor.report()["state"] == "refusing")
-    assert "allkeys-lru" in str(remote.executor.report()["why"])
-    remote.close()
-    server.kill()
+    with Server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as server:
+        remote = Remote(server.url)
+        remote.until(lambda: remote.executor.report()["state"] == "refusing")
+        assert "allkeys-lru" in str(remote.executor.report()["why"])
+        remote.close()
 
 
 def test_a_password_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server("--requirepass", "hunter2")
-    remote = Remote(server.url)
-    remote.until(lambda: remote.executor.report()["state"] == "down")
-    assert "uthentication" in str(remote.executor.report()["why"])
-    remote.close()
-    monkeypatch.setenv("KVHOLD_REMOTE_PASSWORD", "hunter2")
-    remote = Remote(server.url)
-    remote.wait_until_it_serves()
-    assert b"hunter2" not in Path(f"/proc/{remote.pid}/cmdline").read_bytes()
-    assert os.environ["KVHOLD_REMOTE_PASSWORD"] not in str(remote.executor.report())
-    remote.close()
-    server.kill()
+    with Server("--requirepass", "hunter2") as server:
+        remote = Remote(server.url)
+        remote.until(lambda: remote.executor.report()["state"] == "down")
+        assert "uthentication" in str(remote.executor.report()["why"])
+        remote.close()
+        monkeypatch.setenv("KVHOLD_REMOTE_PASSWORD", "hunter2")
+        remote = Remote(server.url)
+        remote.wait_until_it_serves()
+        assert b"hunter2" not in Path(f"/proc/{remote.pid}/cmdline").read_bytes()
+        assert os.environ["KVHOLD_REMOTE_PASSWORD"] not in str(remote.executor.report())
+        remote.close()
