@@ -384,14 +384,16 @@ def test_what_leaves_between_a_look_and_the_lease_takes_nothing_else_along(
     two, same = attach(full, "two")
     keys = keys_of(*range(4))
     works(face, space, keys)
+    until(lambda: two.look(same, keys, PATIENT) == b"\1" * 4, "the other one is attached, too")
     prepare, gone = face._control.prepare, [keys[2], keys[0]]
 
     def late(*asked: Any) -> Any:
         if gone:
             hit = two.find(same, [key := gone.pop()], PATIENT)
             assert hit.id is not None
-            assert two._control.start(hit.id)
-            two._control.restore_failed(hit.id)
+            with two._lock:  # its own threads use what it guards
+                assert two._control.start(hit.id)
+                two._control.restore_failed(hit.id)
             two.release(hit)
             until(lambda: two.look(same, [key], PATIENT) == b"\0", "it is gone")
         return prepare(*asked)
