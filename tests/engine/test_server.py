@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from testbed.engine.bed import generate, prompt, running
 from testbed.engine.kvhold_bed import status, until, warm_up
+from testbed.process.ports import free_port
 
 from kvhold import protocol as wire
 from kvhold.client.channel import Channel
@@ -39,9 +39,7 @@ def own(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextmanager
 def server(model: Path, connector: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The process and the URL of a server that is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     transfer = {"kv_connector": "KvHoldConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     transfer["kv_connector_module_path"] = "kvhold.engines.vllm.connector"
     options = {

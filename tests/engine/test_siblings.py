@@ -1,7 +1,6 @@
 """Beside another connector in vLLM's ``MultiConnector``: both work, whichever is first, and each without the other."""
 
 import importlib.util
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from testbed.engine.engine_process import EngineProcess, packed
 from testbed.engine.kvhold_bed import connect, counting, scheduler_side, status, until, warm_up
 from testbed.engine.siblings import HANDSHAKING, NIXL, Handshaking, beside, example
 from testbed.process.manager_process import Manager
+from testbed.process.ports import free_port
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
@@ -133,13 +133,6 @@ def test_a_restore_that_fails_fails_no_request_under_vllms_default_policy(
 # The real NIXL connector. Its package has 250 MB, so CI does without; `pip install nixl` and these tests run.
 
 nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs NIXL: pip install nixl")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

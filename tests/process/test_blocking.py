@@ -362,15 +362,20 @@ def test_a_copy_that_ends_after_its_space_is_closed_is_not_published(
     assert face.look(again, keys_of(1), PATIENT) == b"\0"
 
 
-def test_what_is_on_ssd_alone_is_read_first(serve: Callable[..., Manager], folder: Path, attach: Attach) -> None:
-    manager = serve("--ssd", f"{folder}/ssd:64MiB", dram="4MiB")
-    populated(manager.socket)
-    face, space = attach(manager, size=256 << 10, slots=4)
+def store_more_than_fits(face: Blocking, space: Space, manager: Manager) -> list[bytes]:
+    """Keys of which the first are on SSD alone."""
     keys = keys_of(*range(24))
     for each in keys:
         assert publish(face, space, [each]) == [True]
         until(lambda: all_written(status(manager.socket)), "it is written")
-    first = keys[:8]
+    return keys
+
+
+def test_what_is_on_ssd_alone_is_read_first(serve: Callable[..., Manager], folder: Path, attach: Attach) -> None:
+    manager = serve("--ssd", f"{folder}/ssd:64MiB", dram="4MiB")
+    populated(manager.socket)
+    face, space = attach(manager, size=256 << 10, slots=4)
+    first = store_more_than_fits(face, space, manager)[:8]
     assert face.look(space, first, PATIENT) == b"\2" * 8, "there is no room for them in DRAM"
     hit = face.find(space, first, PATIENT)
     assert np.array_equal(restore(face, hit), values(first, space.size))
@@ -462,10 +467,7 @@ def test_objects_of_several_kinds_wait_for_an_ssd_together(
     manager = serve("--ssd", f"{folder}/ssd:64MiB", dram="4MiB", program=program)
     populated(manager.socket)
     face, space = attach(manager, size=256 << 10, slots=4)
-    keys = keys_of(*range(24))
-    for each in keys:
-        assert publish(face, space, [each]) == [True]
-        until(lambda: all_written(status(manager.socket)), "it is written")
+    keys = store_more_than_fits(face, space, manager)
     face._control._read_seconds = 600.0
     (faults / "block-read").touch()
     hit, at = face.pick(space, keys[:4], PATIENT, 0.1)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -13,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testbed.process.remote import NAMESPACE, Remote
-
-from kvhold.core.events import Read
+from testbed.process.remote import Remote, fails_while_frozen, keeps_what_it_is_given
 
 obstore = pytest.importorskip("obstore")
 SERVER = shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])) or ""
@@ -94,15 +91,7 @@ def remote(server: Server) -> Iterator[Remote]:
 
 
 def test_what_is_put_is_asked_for_got_and_removed(remote: Remote) -> None:
-    assert remote.put(*range(20)).failed == ()
-    assert remote.ask(19, 20, 0).there == (0, 2)
-    assert remote.get(2, 20, 0).failed == (1,)
-    assert remote.has(500, 2)
-    assert remote.has(502, 0)
-    assert remote.forget(0).failed == ()
-    assert remote.ask(0, 1).there == (1,)
-    assert remote.forget(namespace=NAMESPACE).failed == ()
-    assert remote.ask(*range(20)).there == ()
+    keeps_what_it_is_given(remote, 20)
 
 
 def test_what_is_wrong_is_a_miss_counted_and_removed(server: Server, remote: Remote) -> None:
@@ -128,14 +117,6 @@ def test_a_bucket_that_is_not_there_is_refusing(server: Server) -> None:
 
 def test_a_frozen_server_costs_the_process_and_is_used_again(server: Server, remote: Remote) -> None:
     remote.put(0)
-    pid = remote.pid
-    server.process.send_signal(signal.SIGSTOP)
-    try:
-        got = remote.end(remote.submit(Read, (remote.stored(0, at=500),)))
-        assert (got.failed, got.kept) == ((0,), True)
-        assert not Path(f"/proc/{pid}").exists(), "answered while it may still write"
-    finally:
-        server.process.send_signal(signal.SIGCONT)
-    remote.until(lambda: not remote.serves)
-    remote.wait_until_it_serves()
+    got = fails_while_frozen(remote, server.process.pid, "get")
+    assert (got.failed, got.kept) == ((0,), True)
     assert remote.get(0).failed == ()

@@ -2,17 +2,14 @@
 
 import importlib.util
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testbed.process.remote import NAMESPACE, Remote
-
-from kvhold.core.events import Ask, Read, Write
+from testbed.process.ports import free_port
+from testbed.process.remote import Remote, await_listener, fails_while_frozen, keeps_what_it_is_given
 
 
 def loads() -> str:
@@ -46,19 +43,13 @@ for line in sys.stdin:
 """
 
 
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class Pool:
     def __init__(self) -> None:
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None
         assert spec.submodule_search_locations
         self.binary = Path(spec.submodule_search_locations[0]) / "mooncake_master"
-        self.port = port()
+        self.port = free_port()
         self.begin_master()
         self.owner = subprocess.Popen(
             [sys.executable, "-c", OWNER, f"127.0.0.1:{self.port}"],
@@ -70,7 +61,7 @@ class Pool:
         self._until("ready")
 
     def begin_master(self) -> None:
-        ports = (f"--rpc_port={self.port}", f"--metrics_port={port()}")
+        ports = (f"--rpc_port={self.port}", f"--metrics_port={free_port()}")
         options = (
             "--rpc_address=127.0.0.1",
             "--metrics_host=127.0.0.1",
@@ -78,15 +69,7 @@ class Pool:
         )
         quiet = subprocess.DEVNULL
         self.master = subprocess.Popen([self.binary, *ports, *options], stdout=quiet, stderr=quiet)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline
-                assert self.master.poll() is None
-                time.sleep(0.01)
+        await_listener(self.port, self.master)
 
     def tell(self, what: str, name: str) -> str:
         assert self.owner.stdin is not None
@@ -128,17 +111,7 @@ def remote(pool: Pool) -> Iterator[Remote]:
 
 
 def test_what_is_put_is_asked_for_got_and_removed(remote: Remote) -> None:
-    assert remote.put(*range(100)).failed == ()
-    assert remote.ask(99, 100, 0).there == (0, 2)
-    assert remote.get(2, 100, 0).failed == (1,)
-    assert remote.has(500, 2)
-    assert remote.has(502, 0)
-    assert remote.forget(0, 1).failed == ()
-    assert remote.ask(0, 1, 2).there == (2,)
-    assert remote.forget(namespace=b"another").failed == ()
-    assert remote.ask(2).there == (0,)
-    assert remote.forget(namespace=NAMESPACE).failed == ()
-    assert remote.ask(*range(100)).there == ()
+    keeps_what_it_is_given(remote, 100)
 
 
 def test_what_is_wrong_is_a_miss_counted_and_removed(pool: Pool, remote: Remote) -> None:
@@ -162,21 +135,7 @@ def test_a_put_that_another_began_and_never_ended_counts_as_refused(pool: Pool, 
 @pytest.mark.parametrize("doing", ["ask", "get", "put"])
 def test_a_frozen_master_costs_the_process_and_is_used_again(pool: Pool, remote: Remote, doing: str) -> None:
     remote.put(0)
-    pid = remote.pid
-    pool.master.send_signal(signal.SIGSTOP)
-    try:
-        if doing == "ask":
-            io = remote.submit(Ask, ((NAMESPACE, 0, remote.key(0)),))
-        elif doing == "get":
-            io = remote.submit(Read, (remote.stored(0, at=500),))
-        else:
-            io = remote.submit(Write, (remote.stored(1),))
-        assert remote.end(io).failed
-        assert not Path(f"/proc/{pid}").exists(), "answered while it may still write"
-    finally:
-        pool.master.send_signal(signal.SIGCONT)
-    remote.until(lambda: not remote.serves)
-    remote.wait_until_it_serves()
+    fails_while_frozen(remote, pool.master.pid, doing)
     assert remote.put(2).failed == ()
 
 

@@ -2,17 +2,13 @@
 
 import os
 import shutil
-import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testbed.process.remote import NAMESPACE, Remote
-
-from kvhold.core.events import Ask, Read, Write
+from testbed.process.ports import free_port
+from testbed.process.remote import Remote, await_listener, fails_while_frozen, keeps_what_it_is_given
 
 redis = pytest.importorskip("redis")
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server") or ""
@@ -21,9 +17,7 @@ pytestmark = pytest.mark.skipif(not SERVER, reason="there is no redis-server (De
 
 class Server:
     def __init__(self, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.options = options
         self.url = f"redis://127.0.0.1:{self.port}"
         self.begin()
@@ -31,15 +25,7 @@ class Server:
     def begin(self) -> None:
         listen = ("--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no")
         self.process = subprocess.Popen([SERVER, *listen, *self.options], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline
-                assert self.process.poll() is None
-                time.sleep(0.01)
+        await_listener(self.port, self.process)
 
     def kill(self) -> None:
         self.process.kill()
@@ -74,15 +60,7 @@ def remote(server: Server, client: object) -> Iterator[Remote]:
 
 
 def test_what_is_put_is_asked_for_got_and_removed(remote: Remote) -> None:
-    assert remote.put(*range(100)).failed == ()
-    assert remote.ask(99, 100, 0).there == (0, 2)
-    assert remote.get(2, 100, 0).failed == (1,)
-    assert remote.has(500, 2)
-    assert remote.has(502, 0)
-    assert remote.forget(0, 1).failed == ()
-    assert remote.ask(0, 1, 2).there == (2,)
-    assert remote.forget(namespace=NAMESPACE).failed == ()
-    assert remote.ask(*range(100)).there == ()
+    keeps_what_it_is_given(remote, 100)
 
 
 def test_pools_have_nothing_in_common(server: Server, remote: Remote) -> None:
@@ -118,23 +96,9 @@ def test_what_is_wrong_is_a_miss_counted_and_removed(remote: Remote, client: obj
 @pytest.mark.parametrize("doing", ["ask", "get", "put"])
 def test_a_frozen_server_costs_the_process_and_is_used_again(server: Server, remote: Remote, doing: str) -> None:
     remote.put(0)
-    pid = remote.pid
-    server.process.send_signal(signal.SIGSTOP)
-    try:
-        io = {
-            "ask": lambda: remote.submit(Ask, ((NAMESPACE, 0, remote.key(0)),)),
-            "get": lambda: remote.submit(Read, (remote.stored(0, at=500),)),
-            "put": lambda: remote.submit(Write, (remote.stored(1),)),
-        }[doing]()
-        told = remote.end(io)
-        assert told.failed
-        assert not Path(f"/proc/{pid}").exists(), "answered while it may still write"
-        if doing == "get":
-            assert told.kept
-    finally:
-        server.process.send_signal(signal.SIGCONT)
-    remote.until(lambda: not remote.serves)
-    remote.wait_until_it_serves()
+    told = fails_while_frozen(remote, server.process.pid, doing)
+    if doing == "get":
+        assert told.kept
     assert remote.get(0).failed == ()
 
 

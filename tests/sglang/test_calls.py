@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
 from testbed.process.manager_process import Manager
-from testbed.process.peers import populated, status, until
+from testbed.process.peers import status, until
 from testbed.sglang.pools import PAGE, PAGES, content, fill, keys_and_values, places, states
 from testbed.sglang.storages import Storages, names
 
@@ -18,14 +18,6 @@ from kvhold import protocol as wire
 from kvhold.engines.sglang.backend import KvholdStorage
 
 NONE = torch.zeros(0, dtype=torch.int64)
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
-    manager = Manager(tmp_path_factory.mktemp("m"), dram="32MiB")
-    populated(manager.socket)
-    yield manager
-    manager.kill()
 
 
 @pytest.fixture

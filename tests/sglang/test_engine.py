@@ -310,26 +310,11 @@ def limit(host: Manager, namespace: str, most: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_after_a_weight_update_nothing_old_is_found(engine: Sglang, models: list[Path], prompts: Prompts) -> None:
-    [prompt] = prompts()
-    first, second = map(str, models)
-    [cold] = engine.generate(prompt)
-    engine.flush()
-    assert engine.ask("update", model=second)
-    [changed] = engine.generate(prompt)
-    assert changed["cached"] == 0
-    assert changed["tokens"] != cold["tokens"]
-    engine.flush()
-    serves(engine, prompt, changed["tokens"])
-    assert engine.ask("update", model=first)
-    [back] = engine.generate(prompt)
-    assert (back["cached"], back["tokens"]) == (0, cold["tokens"])
-
-
-@pytest.mark.parametrize("how", ["distribute", "hand_over"])
-def test_weights_that_a_trainer_sends_are_other_weights(
+@pytest.mark.parametrize("how", ["update", "distribute", "hand_over"])
+def test_after_a_weight_update_nothing_old_is_found(
     engine: Sglang, models: list[Path], prompts: Prompts, how: str
 ) -> None:
+    """From files, or as a trainer sends weights."""
     [prompt] = prompts()
     first, second = map(str, models)
     [cold] = engine.generate(prompt)

@@ -22,14 +22,6 @@ from testbed.sglang.pools import LAYOUTS, content, fill, keys_and_values, latent
 from testbed.sglang.storages import Storages, names
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
-    manager = Manager(tmp_path_factory.mktemp("m"), dram="32MiB")
-    populated(manager.socket)
-    yield manager
-    manager.kill()
-
-
 @pytest.fixture
 def make(host: Manager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storages]:
     made = Storages(host, monkeypatch)

@@ -12,7 +12,7 @@ remote = typer.Typer(no_args_is_help=True, help="A store that hosts share.")
 
 @remote.callback()
 def _before() -> None:
-    pass
+    """Without it Typer would take a group of one command for that command."""
 
 
 @remote.command()

@@ -53,8 +53,8 @@ class Asking:
 
     def why_not(self, index: Index) -> Reason:
         """Why what nobody has here, or is known to have, cannot be had."""
-        down = bool(self._asked) and not index.private and not any(one.usable for one in self._asked.values())
-        return Reason.REMOTE_DOWN if down else Reason.NOT_STORED
+        nobody = not self._asked or index.private
+        return Reason.NOT_STORED if nobody or self.worth(index) else Reason.REMOTE_DOWN
 
     def where(self, index: Index, key: bytes) -> int | None:
         """The number of a backing that has said that it has ``key``."""

@@ -3,6 +3,9 @@
 import mmap
 import os
 import queue
+import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable
 from itertools import count
@@ -128,3 +131,52 @@ class Remote:
     def forget(self, *numbers: int, namespace: bytes | None = None) -> Done:
         names = tuple((NAMESPACE, 0, self.key(number)) for number in numbers)
         return self.end(self.submit(Forget, names, namespace))  # type: ignore[no-any-return]
+
+
+def keeps_what_it_is_given(remote: Remote, count: int) -> None:
+    """So many objects are put, asked for, got, and removed, by name and with their namespace."""
+    assert remote.put(*range(count)).failed == ()
+    assert remote.ask(count - 1, count, 0).there == (0, 2)
+    assert remote.get(2, count, 0).failed == (1,)
+    assert remote.has(500, 2)
+    assert remote.has(502, 0)
+    assert remote.forget(0, 1).failed == ()
+    assert remote.ask(0, 1, 2).there == (2,)
+    assert remote.forget(namespace=b"another").failed == ()
+    assert remote.ask(2).there == (0,)
+    assert remote.forget(namespace=NAMESPACE).failed == ()
+    assert remote.ask(*range(count)).there == ()
+
+
+def await_listener(port: int, process: "subprocess.Popen[bytes]") -> None:
+    """Until somebody listens on the port of this host, which ``process`` will, unless it ends."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.01)
+
+
+def fails_while_frozen(remote: Remote, server: int, doing: str) -> Any:
+    """What is told of a call that a stopped process ``server`` does not answer: the remote's own process is dead."""
+    pid = remote.pid
+    os.kill(server, signal.SIGSTOP)
+    try:
+        if doing == "ask":
+            io = remote.submit(Ask, ((NAMESPACE, 0, remote.key(0)),))
+        elif doing == "get":
+            io = remote.submit(Read, (remote.stored(0, at=500),))
+        else:
+            io = remote.submit(Write, (remote.stored(1),))
+        told = remote.end(io)
+        assert told.failed
+        assert not Path(f"/proc/{pid}").exists(), "answered while it may still write"
+    finally:
+        os.kill(server, signal.SIGCONT)
+    remote.until(lambda: not remote.serves)
+    remote.wait_until_it_serves()
+    return told

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from testbed.process.ports import free_port
 from testbed.sglang.engine import ANSWER_SECONDS, START_SECONDS, arguments, environment
 
 
@@ -22,9 +22,7 @@ class Server:
     """A server of ``model`` on a port of its own. It answers as :class:`testbed.sglang.engine.Sglang` does."""
 
     def __init__(self, model: Path, log: Path, extra: dict[str, Any], set_up: dict[str, str], **options: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         given = arguments(model, extra, host="127.0.0.1", port=port, **options)
         self._at = f"http://127.0.0.1:{port}"
         self._log = log

@@ -68,12 +68,15 @@ def remote(core: Core) -> Iterator[str]:
         if not isinstance(one, RemoteBacking):
             continue
         puts = [io for io in storage.ios.values() if io.backing is one and io.kind == "write"]
-        reads = {io.number: tuple(io.rows) for io in storage.ios.values() if io.backing is one and io.kind == "read"}
+        reads = {io.number: io for io in one._reading()}
         if sorted(one.writing) != sorted(row for io in puts for row in io.rows):
             yield f"rows that backing {number} is given"
         if one.putting != sum(io.bytes for io in puts) or one._puts != {io.number for io in puts}:
             yield f"puts of backing {number}"
-        if one._rows != reads or not one._late <= {row for rows in reads.values() for row in rows}:
+        if (
+            not one._late <= {row for io in reads.values() for row in io.rows}
+            or not one._reads._begun.keys() <= reads.keys()
+        ):
             yield f"reads of backing {number}"
         waiting = {row for row, place in storage.reading.queued.items() if place >> PLACE_BITS == number}
         if one.expected != {row for row in waiting if state[row] == State.LOADING}:

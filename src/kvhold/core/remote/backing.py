@@ -55,7 +55,6 @@ class RemoteBacking:
         self._puts: set[int] = set()
         self._offered = array("q")  # by row: when it was offered, or said to be there
         self._reads: Timer[int] = Timer()
-        self._rows: dict[int, tuple[int, ...]] = {}  # by read
         self._late: set[int] = set()  # rows of reads that nobody should wait for any more
         self._paid_at = 0  # when the rate allows the next put
         self._common = common
@@ -72,14 +71,14 @@ class RemoteBacking:
 
     def entered(self, row: int, place: int) -> None:
         self.objects += 1
-        self._note_offer(row)
+        self._note_offer(row, self._common.now)
 
     def left(self, row: int, place: int) -> None:
         self.objects -= 1
         self.dismiss(row)
 
     def moved(self, row: int, again: int) -> None:
-        self._note_offer(again)
+        self._note_offer(again, self._common.now)
 
     def where(self, place: int) -> str:
         return "the remote store"
@@ -113,20 +112,22 @@ class RemoteBacking:
             taken.append(row)
             length += self._catalogue.size[row]
         self.expected.difference_update(taken)
-        self._rows[io] = tuple(taken)
         self._reads.begin(io, self._common.now)
         return ev.Read(io, self.number, tuple(self._named(row, b"", 0, 0) for row in taken))
 
     def read_ended(self, io: Io, good: bool | None) -> None:
         self._reads.end(io.number)
-        self._late.difference_update(self._rows.pop(io.number))
+        self._late.difference_update(io.rows)
 
     def too_late(self) -> Sequence[int]:
         """Rows for which somebody may have waited for long enough, each once: they stay held until their read ends."""
         read = self._reads.overdue(self._common.now - self._common.limits.get_ns)
-        rows = self._rows[read] if read is not None else ()
+        rows = self._common.backings.ios[read].rows if read is not None else []
         self._late.update(rows)
         return rows
+
+    def _reading(self) -> list[Io]:
+        return [io for io in self._common.backings.ios.values() if io.backing is self and io.kind == "read"]
 
     def _named(self, row: int, parent: bytes, depth: int, age: int) -> ev.Stored:
         catalogue = self._catalogue
@@ -141,10 +142,9 @@ class RemoteBacking:
             return
         if not self.usable or len(self.queue) >= self._common.limits.write_queue:
             self.dropped += 1
-            self._offered_at(row)
-            self._offered[row] = -self._common.limits.proved_ns  # so the next touch offers it
+            self._note_offer(row, -self._common.limits.proved_ns)  # so the next touch offers it
             return
-        self._note_offer(row)
+        self._note_offer(row, self._common.now)
         self.queue.append(_Queued(row, self._catalogue.epoch[row], parent, depth))
 
     def touched(self, row: int, parent: bytes, depth: int) -> None:
@@ -158,9 +158,9 @@ class RemoteBacking:
             self._offered.extend([-self._common.limits.proved_ns] * missing)
         return self._offered[row]
 
-    def _note_offer(self, row: int) -> None:
+    def _note_offer(self, row: int, then: int) -> None:
         self._offered_at(row)
-        self._offered[row] = self._common.now
+        self._offered[row] = then
 
     def ended(self, io: Io, failed: set[int]) -> None:
         if io.kind != "write":
@@ -263,6 +263,6 @@ class RemoteBacking:
             "objects": self.objects,
             "queued_writes": len(self.queue),
             "putting_bytes": self.putting,
-            "fetching": sum(map(len, self._rows.values())),
+            "fetching": sum(len(io.rows) for io in self._reading()),
             "dropped_writes": self.dropped,
         }

@@ -98,7 +98,7 @@ class Calls:
             self._store.put([called], [Slot(memoryview(encode(wanted, time.time_ns(), payload)), memoryview(payload))])
             took, why = self._store.exists([called])[0], "it says that it took a value, and does not have it"
         except Exception as error:  # noqa: BLE001 - a library's own; it answered, but took nothing
-            took, why = False, str(error) or type(error).__name__
+            took, why = False, said(error)
         if not took:
             return ms.Answer(call.call, error=why[:2000], refusing=True)
         slot = Slot(memoryview(bytearray(HEADER)), memoryview(bytearray(_PROBED)))
@@ -119,6 +119,11 @@ class Calls:
         if end > len(self._arena):
             raise ValueError(f"{sum(item.shards)} bytes at {item.offset} are not in the arena")
         return self._arena[item.offset : end]
+
+
+def said(error: Exception) -> str:
+    """What a library says of its failure, or at least what kind that is."""
+    return str(error) or type(error).__name__
 
 
 def _wanted(item: ms.Item) -> Wanted:

@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 from msgspec.structs import replace
 
 from kvhold.tiers.remote import messages as ms
-from kvhold.tiers.remote.calls import Calls
+from kvhold.tiers.remote.calls import Calls, said
 from kvhold.tiers.remote.stores import connect
 from kvhold.tiers.remote.url import RemoteConfig, parse_remote
 
@@ -78,7 +78,7 @@ def _lane(calls: Calls, jobs: Jobs, channel: socket.socket) -> None:
         try:
             answer = calls.carry_out(call)
         except Exception as error:  # noqa: BLE001 - a library's own: nothing is known of this call
-            answer = ms.Answer(call.call, error=(str(error) or type(error).__name__)[:500])
+            answer = ms.Answer(call.call, error=said(error)[:500])
         answer = replace(answer, seconds=time.monotonic() - began)
         try:
             channel.send(ms.encode(answer))
@@ -93,4 +93,4 @@ def cannot(config: RemoteConfig, error: Exception) -> str:
         if ".so" in missing:
             return f"{missing}; install the system's library (for libibverbs.so.1: apt-get install libibverbs1)"
         return f"{missing}; install it with: pip install 'kvhold[{config.extra}]'"
-    return (str(error) or type(error).__name__)[:500]
+    return said(error)[:500]

@@ -274,18 +274,13 @@ class RemoteExecutor:
             self._changes.append(Job(self._forgets.popleft(), told=False))
 
     def _settle(self) -> None:
-        """Answer what has ended among what waits."""
-        for queue in (self._asks, self._reads):
-            for io in [io for io, job in queue.items() if job.ended]:
-                self._answer(queue.pop(io))
-        # What is under way is answered when that ends.
+        """Take out what has nothing left to be begun. What is under way of it is answered when that ends."""
         for queue in (self._asks, self._reads):
             for io in [io for io, job in queue.items() if not job.left]:
-                del queue[io]
+                self._end(queue.pop(io))
         for job in [job for job in self._changes if not job.left]:
             self._changes.remove(job)
-            if job.ended:
-                self._answer(job)
+            self._end(job)
 
     # --- what comes from the core
 
@@ -294,8 +289,7 @@ class RemoteExecutor:
             job = self._reads.pop(effect.io, None)
             if job is not None:
                 job.give_up()
-                if job.ended:
-                    self._answer(job)
+                self._end(job)
             return
         if isinstance(effect, Forget):
             if effect.namespace is not None:

@@ -4,6 +4,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct, msgpack
 
+from kvhold.tiers.remote.record import MAX_NAME, MAX_SHARDS
+
 PART: Final = 64
 """Objects of one message."""
 NAMES: Final = 512
@@ -12,8 +14,9 @@ LARGEST: Final = 200_000
 """Bytes of a datagram."""
 
 Name = tuple[bytes, int, bytes]
-Key = Annotated[bytes, Meta(max_length=64)]
+Key = Annotated[bytes, Meta(max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Names = Annotated[tuple[tuple[Key, Count, Key], ...], Meta(max_length=NAMES)]
 Positions = Annotated[tuple[Count, ...], Meta(max_length=NAMES)]
 
 
@@ -28,14 +31,14 @@ class Item(Struct, frozen=True, array_like=True):
     key: Key
     parent: Key
     depth: Count
-    shards: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=128)]
+    shards: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_SHARDS)]
     offset: Count
     time: Count
 
 
 class Exists(Struct, frozen=True, array_like=True, tag="exists"):
     call: int
-    names: Annotated[tuple[tuple[Key, Count, Key], ...], Meta(max_length=NAMES)]
+    names: Names
 
 
 class Get(Struct, frozen=True, array_like=True, tag="get"):
@@ -52,7 +55,7 @@ class Remove(Struct, frozen=True, array_like=True, tag="remove"):
     """``namespace`` b"" is all of the pool; None: the ``names`` alone."""
 
     call: int
-    names: Annotated[tuple[tuple[Key, Count, Key], ...], Meta(max_length=NAMES)]
+    names: Names
     namespace: Key | None
 
 
@@ -83,5 +86,5 @@ class Answer(Struct, frozen=True, array_like=True):
 Call = Exists | Get | Put | Remove | Probe
 
 encode = msgpack.Encoder().encode
-decode_call = msgpack.Decoder(Exists | Get | Put | Remove | Probe).decode
+decode_call = msgpack.Decoder(Call).decode
 decode_answer = msgpack.Decoder(Answer).decode

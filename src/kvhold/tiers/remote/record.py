@@ -4,12 +4,13 @@ Whatever else a later version changes: a header block is 4096 bytes, begins with
 a checksum of all before it. So damage and another version can always be told apart.
 """
 
-from collections.abc import Sequence
 from enum import StrEnum
 from struct import Struct
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_digest
+
+from kvhold.tiers.checksums import Buffer, agrees, checksums
 
 VERSION: Final = 1
 HEADER: Final = 4096
@@ -25,8 +26,6 @@ _FIXED: Final = Struct("<8sIIIHBBB7xQQ64s64s64s")
 _SHARD: Final = Struct("<Q16s")
 _SHARDS_AT: Final = 512
 _SUM_AT: Final = HEADER - SUM
-
-Buffer = bytes | bytearray | memoryview
 
 
 class Wrong(StrEnum):
@@ -71,11 +70,8 @@ def encode(wanted: Wanted, created: int, payload: Buffer) -> bytearray:
     lengths = [len(each) for each in names]
     counts = (wanted.group, wanted.depth, len(wanted.shards), *lengths, len(payload))
     _FIXED.pack_into(block, 0, _MAGIC, VERSION, *counts, created, *names)
-    at = 0
-    for position, shard in enumerate(wanted.shards):
-        digest = xxh3_128_digest(memoryview(payload)[at : at + shard])
-        _SHARD.pack_into(block, _SHARDS_AT + position * _SHARD.size, shard, digest)
-        at += shard
+    for position, each in enumerate(zip(wanted.shards, checksums(payload, wanted.shards), strict=True)):
+        _SHARD.pack_into(block, _SHARDS_AT + position * _SHARD.size, *each)
     block[_SUM_AT:] = xxh3_128_digest(memoryview(block)[:_SUM_AT])
     return block
 
@@ -106,13 +102,4 @@ def check(block: Buffer, payload: Buffer, wanted: Wanted, floor: int) -> int | W
         return Wrong.LENGTH
     if created < floor:
         return Wrong.OLD
-    return Wrong.CHECKSUM if _differs(payload, told) else int(created)
-
-
-def _differs(payload: Buffer, told: Sequence[tuple[int, bytes]]) -> bool:
-    at = 0
-    for shard, digest in told:
-        if xxh3_128_digest(memoryview(payload)[at : at + shard]) != digest:
-            return True
-        at += shard
-    return False
+    return int(created) if agrees(payload, wanted.shards, [digest for _, digest in told]) else Wrong.CHECKSUM

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from xxhash import xxh3_128_digest
-
+from kvhold.tiers.checksums import agrees
 from kvhold.tiers.ssd.format import Flaw, RecordHead, decode_record
 
 
@@ -37,11 +36,8 @@ def check_head(block: memoryview, place: Place, wanted: Identity | None = None) 
 
 def check_payload(head: RecordHead, payload: memoryview) -> str | None:
     """Why ``payload`` is not what was stored under ``head``; None if it is."""
-    at = 0
     if len(payload) != sum(head.shards):
         return "length"
-    for shard, digest in zip(head.shards, head.sums, strict=True):
-        if xxh3_128_digest(payload[at : at + shard]) != digest:
-            return "checksum"
-        at += shard
+    if not agrees(payload, head.shards, head.sums):
+        return "checksum"
     return None

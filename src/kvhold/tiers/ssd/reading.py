@@ -95,18 +95,17 @@ class Reader:
     def _good(self, effect: Read, stored: Stored, position: int, got: int) -> RecordHead | None:
         """The header of what is right."""
         length = sum(stored.shards)
-        reason: str | None = "truncated"
+        head_or_reason: RecordHead | str = "truncated"
         if got >= HEADER + length:
             place = Place(self._log.id, self._log.numbers[effect.segment], effect.seq, stored.at)
             wanted = Identity(stored.namespace, stored.group, stored.key, stored.shards)
-            head = check_head(self._heads[position * HEADER : (position + 1) * HEADER], place, wanted)
-            if isinstance(head, str):
-                reason = head
-            else:
-                reason = check_payload(head, self._arena[stored.offset : stored.offset + length])
-                if reason is None:
-                    return head
-        self._counters.rejected[reason or ""] += 1
+            head_or_reason = check_head(self._heads[position * HEADER : (position + 1) * HEADER], place, wanted)
+            if isinstance(head_or_reason, RecordHead):
+                payload = self._arena[stored.offset : stored.offset + length]
+                head_or_reason = check_payload(head_or_reason, payload) or head_or_reason
+        if isinstance(head_or_reason, RecordHead):
+            return head_or_reason
+        self._counters.rejected[head_or_reason] += 1
         return None
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from errno import EIO
 from typing import Final
 
-from xxhash import xxh3_128_digest
-
 from kvhold.core.log.events import Forget, Reuse, Seal, Stored, Write
 from kvhold.core.log.segments import BLOCK, HEADER, footer_bytes, table_bytes
+from kvhold.tiers.checksums import checksums
 from kvhold.tiers.ssd.counters import Counters
 from kvhold.tiers.ssd.files import IOV_MAX, blocks, write_all
 from kvhold.tiers.ssd.footer import Entry, encode_footer
@@ -155,16 +154,12 @@ class Writer:
             head = self._heads[index * HEADER : (index + 1) * HEADER]
             length = sum(stored.shards)
             payload = self._arena[stored.offset : stored.offset + length]
-            ends = stored.offset
-            sums = []
-            for shard in stored.shards:
-                sums.append(xxh3_128_digest(self._arena[ends : ends + shard]))
-                ends += shard
             encode_record(
                 head,
                 RecordHead(
                     self._log.id, life.seq, number, stored.group, stored.at, HEADER + length, now - stored.age,
-                    stored.namespace, stored.depth, FROM_MANAGER, stored.key, stored.parent, stored.shards, tuple(sums),
+                    stored.namespace, stored.depth, FROM_MANAGER, stored.key, stored.parent, stored.shards,
+                    checksums(payload, stored.shards),
                 ),
             )  # fmt: skip
             buffers += (head, payload) if length else (head,)

@@ -25,6 +25,13 @@ class Slot(NamedTuple):
     def length(self) -> int:
         return len(self.header) + len(self.payload)
 
+    def fill(self, value: memoryview) -> int:
+        """Put ``value`` there if it is as long; how long it is."""
+        if len(value) == self.length:
+            self.header[:] = value[: len(self.header)]
+            self.payload[:] = value[len(self.header) :]
+        return len(value)
+
 
 class Store(Protocol):
     """Values by name, many at once. Each call may block for as long as the store likes, and may be made by any thread.

@@ -62,13 +62,9 @@ class Objects:
             size = int(got.meta["size"])
             if size != slot.length:
                 return size
-            data = memoryview(got.bytes())
+            return slot.fill(memoryview(got.bytes()))
         except FileNotFoundError:
             return ABSENT
-        if len(data) == slot.length:
-            slot.header[:] = data[: len(slot.header)]
-            slot.payload[:] = data[len(slot.header) :]
-        return len(data)
 
     def _put(self, name: str, slot: Slot) -> bool:
         obstore.put(self._store, self._prefix + name, [slot.header, slot.payload], use_multipart=False)

@@ -60,13 +60,7 @@ def _fill(value: Any, slot: Slot) -> int:
         return 0  # something of another type: no value of ours
     if isinstance(value, Exception):
         raise value
-    if not value:
-        return ABSENT
-    data = memoryview(value)
-    if len(data) == slot.length:
-        slot.header[:] = data[: len(slot.header)]
-        slot.payload[:] = data[len(slot.header) :]
-    return len(data)
+    return slot.fill(memoryview(value)) if value else ABSENT
 
 
 def _said(error: Exception) -> str:
